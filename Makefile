@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # The tests start some hundred processes: each would compile its sources where none are kept.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m pytest
 
-.PHONY: setup demo test test-rest test-slow fuzz soak adversary places check conformance bench-quick format clean
+.PHONY: setup demo test test-rest test-slow fuzz soak remote-soak adversary places check conformance bench-quick format clean
 
 setup:
 	@scripts/setup
@@ -36,6 +36,10 @@ fuzz: setup
 # Eight processes at work in one store at once, for SECONDS: is anything ever lost?
 soak: setup
 	@$(PYTHON) tests/soak.py --seconds $(SECONDS)
+
+# Eight processes that push to one remote and pull from it, for SECONDS: is anything ever lost?
+remote-soak: setup
+	@$(PYTHON) tests/remote_soak.py --seconds $(SECONDS)
 
 # Stores whose index, statistics, memo or mirror is damaged, for SECONDS: is anything ever lost?
 # Then stores whose entries somebody replaces by links and the like: is anything outside touched?

@@ -7,6 +7,7 @@ write with `x-goog-if-generation-match` succeeds only at that generation, 0 for 
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
-from typing import ClassVar
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -173,12 +174,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
+class QuietServer(ThreadingHTTPServer):
+    """A server that says nothing where a client leaves in the middle of an answer."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def serving(stub: Stub) -> Iterator[Stub]:
     """Serve at a free port of this machine while the block runs."""
     handler = type("Handler", (_Handler,), {"stub": stub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = QuietServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     stub.endpoint = f"http://127.0.0.1:{server.server_port}"

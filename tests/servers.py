@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,6 +67,19 @@ def forget(patch: pytest.MonkeyPatch) -> None:
             patch.delenv(name)
 
 
+def shown(error: BaseException) -> str:
+    """All that anybody may see of an error: it, its notes, those behind it, and its traceback."""
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and one not in seen:
+            seen.append(one)
+            waiting += [one.__cause__, one.__context__]
+    texts = [f"{one} {one!r} {one.args} {getattr(one, '__notes__', [])}" for one in seen]
+    return "\n".join([*texts, *traceback.format_exception(error)])
+
+
 def s3_environment(endpoint: str, key: str = "", secret: str = "") -> dict[str, str]:
     """Return what a client of S3 needs; new keys, unless they are given."""
     return {
@@ -79,7 +93,8 @@ def s3_environment(endpoint: str, key: str = "", secret: str = "") -> dict[str, 
 @contextmanager
 def moto(directory: Path) -> Iterator[Server]:
     """S3. Keys are not checked."""
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    program = Path(__file__).with_name("moto_atomic.py")
+    command = [sys.executable, str(program), "-H", "127.0.0.1", "-p", "0"]
     with _started(command, directory, r"Running on (http://127\.0\.0\.1:\d+)") as (endpoint, log):
         _ask("PUT", f"{endpoint}/{BUCKET}")
         given = s3_environment(endpoint)
@@ -88,23 +103,23 @@ def moto(directory: Path) -> Iterator[Server]:
             endpoint,
             given,
             _secrets(given),
-            lambda: re.findall(r'"([A-Z]+ /\S*) HTTP', log.read_text()),
+            lambda: _logged(log),
         )
 
 
 @contextmanager
 def s3rver(directory: Path) -> Iterator[Server]:
-    """S3 that ignores every condition of a write. It checks keys, and knows one pair."""
+    """S3 that ignores every condition of a write. It knows one key, and checks its name only."""
     command = [*_node("s3rver/bin/s3rver.js"), "-d", str(directory), "-a", "127.0.0.1", "-p", "0"]
     command += ["--configure-bucket", BUCKET]
-    with _started(command, directory, r"listening on (127\.0\.0\.1:\d+)") as (address, log):
+    with _started(command, directory, r"listening on (127\.0\.0\.1:\d+)") as (address, _):
         given = s3_environment(f"http://{address}", "S3RVER", "S3RVER")
         yield Server(
             f"s3://{BUCKET}",
             f"http://{address}",
             given,
             (),
-            lambda: re.findall(r'"([A-Z]+ /\S*) HTTP', log.read_text()),
+            lambda: pytest.fail("s3rver's log has no methods"),
         )
 
 
@@ -130,19 +145,29 @@ def azurite(directory: Path) -> Iterator[Server]:
             endpoint,
             environment,
             (key,),
-            lambda: re.findall(r'"([A-Z]+ /\S*) HTTP', log.read_text()),
+            lambda: _logged(log),
         )
 
 
 @contextmanager
-def gcs(*, read_only: bool = False) -> Iterator[Server]:
+def gcs(stub: gcs_stub.Stub | None = None) -> Iterator[Server]:
     """Google Cloud Storage, as far as obstore uses it. It lets one token in."""
-    token = f"ya29.{secrets.token_hex(20)}"
-    with gcs_stub.serving(gcs_stub.Stub(BUCKET, token, read_only=read_only)) as stub:
-        environment = {"GOOGLE_BASE_URL": stub.endpoint, "GOOGLE_BEARER_TOKEN": token}
+    with gcs_stub.serving(stub or google()) as one:
+        environment = {"GOOGLE_BASE_URL": one.endpoint, "GOOGLE_BEARER_TOKEN": one.token}
         yield Server(
-            f"gs://{BUCKET}", stub.endpoint, environment, (token,), lambda: list(stub.requests)
+            f"gs://{BUCKET}", one.endpoint, environment, (one.token,), lambda: list(one.requests)
         )
+
+
+def google() -> gcs_stub.Stub:
+    """Return what `gcs` serves, for a test that changes it meanwhile."""
+    return gcs_stub.Stub(BUCKET, f"ya29.{secrets.token_hex(20)}")
+
+
+def _logged(log: Path) -> list[str]:
+    """The requests in a server's log, which may be in colour."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text())
+    return re.findall(r'"([A-Z]+ /\S*) HTTP', plain)
 
 
 def _secrets(environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import pytest
 from small_models import BLOCK, files_of, small_model
 
 from mstore import Store
-from mstore.remotes import fetch
+from mstore.remotes import arrival
 from mstore.terms.errors import BadRequest, Corrupt, Incompatible, MstoreError, NotFound
 
 
@@ -153,9 +153,9 @@ def test_both_ways_a_pack_comes(
     """Whole packs or only parts of them: the model is the same, and tmp/ is empty afterwards."""
     source, target = stores
     shutil.copytree(target.path, tmp_path / "second")
-    monkeypatch.setattr(fetch, "_WHOLE", 0.0)
+    monkeypatch.setattr(arrival, "_WHOLE", 0.0)
     source.copy_to(target.path, ["tuned"])
-    monkeypatch.setattr(fetch, "_WHOLE", 2.0)
+    monkeypatch.setattr(arrival, "_WHOLE", 2.0)
     source.copy_to(tmp_path / "second", ["tuned"])
     has(target, "tuned", tmp_path / "in" / "new")
     with Store.open(tmp_path / "second") as second:

@@ -21,10 +21,10 @@ from small_models import BLOCK, files_of, small_model
 from mstore import Store
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Kind
+from mstore.blocks.segments import Segments
 from mstore.remotes import layout, store_remote
 from mstore.remotes.layout import PackRow, pack_name
 from mstore.remotes.objects import ROOT, Absent, RootStamp
-from mstore.remotes.places import RemotePlaces
 from mstore.remotes.state import Remote, RemoteState
 from mstore.remotes.store_remote import StoreRemote, cut
 from mstore.remotes.web import server_of
@@ -460,19 +460,20 @@ def test_what_a_pack_has_beyond_the_needed_does_no_harm(
         store.pin("m", raw=True)
         store.prune(["m"], keep_last=1)
         store.gc(reflog_days=0, dead_share=0.9)
-        locate = RemotePlaces.locate
+        locations = Segments.locations
         differences = []
 
-        def first(self: RemotePlaces, kind: Kind, ids: Any) -> list[Location | None]:
-            found = locate(self, kind, ids)
-            for number, id in enumerate(ids):
-                for at in self._segments.places(kind, id):
+        def first(self: Segments, kind: Kind, ids: bytes) -> list[Location | None]:
+            found = locations(self, kind, ids)
+            for number in range(len(found)):
+                id = ids[32 * number : 32 * number + 32]
+                for at in self.places(kind, id):
                     if any(at.base):
                         found[number] = at
                         differences.append(id)
             return found
 
-        monkeypatch.setattr(RemotePlaces, "locate", first)
+        monkeypatch.setattr(Segments, "locations", first)
         Store.init(tmp_path / "to", block_size=BLOCK).close()
         store.copy_to(tmp_path / "to", ["m"])
     assert differences

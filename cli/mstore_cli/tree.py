@@ -132,7 +132,7 @@ class Program(click.Group):
                 click.echo(ctx.get_help())
                 ctx.exit()
             named = [word for word in args[1:] if not word.startswith("-")] or args[1:2]
-            if len(named) > (2 if second_words(named[0]) else 1):
+            if len(named) > 1 + bool(second_words(named[0])):
                 raise UsageError(
                     f"help describes one command, not {len(named)}: {' '.join(named)}",
                     hint=f"{PROGRAM} help {named[0]}",

@@ -507,6 +507,16 @@ def _path(descriptor: int) -> str:
     return f"/proc/self/fd/{descriptor}"
 
 
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Make a directory for the time of the block, outside of any store."""
+    import tempfile  # late, as above
+
+    with tempfile.TemporaryDirectory(prefix="mstore-") as name:
+        announce("mkdir", name)
+        yield Path(name)
+
+
 def overwrite(path: Path, data: Buffer) -> None:
     """Write a few bytes at the start of a file, created if missing. Neither atomic nor durable.
 

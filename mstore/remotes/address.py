@@ -1,6 +1,8 @@
 """Addresses of remotes: which are allowed, and what opens them.
 
-    s3://BUCKET/PREFIX    S3 and what speaks it; gs:// Google Cloud Storage; az:// Azure
+    s3://BUCKET/PREFIX    S3 and what speaks it
+    gs://BUCKET/PREFIX    Google Cloud Storage
+    az://CONTAINER/PREFIX  Azure; AZURE_STORAGE_ACCOUNT_NAME in the environment names the account
     file:///DIRECTORY     a directory that several machines may share
     bundle:FILE           one file; read-only
     http://HOST/PATH      what a web server shows, also https://; read-only
@@ -13,10 +15,12 @@ refused, for it would end in files and logs.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from mstore.remotes import bucket, bundle, web
 from mstore.remotes.bundle import Bundle
@@ -30,6 +34,8 @@ from mstore.terms.phrases import call
 
 SCHEMES: Final = ("s3", "gs", "az", "file", *web.SCHEMES)
 _MOST_BYTES: Final = 1024
+_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
+_REGION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 
 
 def is_address(text: str) -> bool:
@@ -49,9 +55,13 @@ def checked(config: RemoteConfig) -> RemoteConfig:
     url = _bundle(config.url) if is_bundle else _checked_url(config.url, SCHEMES)
     if (is_bundle or is_web(url)) and (config.endpoint or config.region):
         raise BadRequest("this address has no endpoint and no region", where=url)
+    if config.endpoint and url.startswith("file:"):
+        raise BadRequest("a directory has no endpoint", where=url)
     endpoint = checked_endpoint(config.endpoint) if config.endpoint else ""
-    if not config.region.replace("-", "").isalnum() and config.region:
-        raise BadRequest(f"{config.region!r} is no region")
+    if config.region and not url.startswith("s3:"):
+        raise BadRequest("only s3:// addresses have a region", where=url)
+    if config.region and not _REGION.fullmatch(config.region):
+        raise BadRequest(f"{config.region[:100]!r} is no region")
     return RemoteConfig(config.name, url, endpoint, config.region)
 
 
@@ -69,28 +79,53 @@ def _bundle(url: str) -> str:
 
 
 def _checked_url(url: str, schemes: Collection[str]) -> str:
-    try:
-        parts = urlsplit(url)
-        secret = parts.username is not None or parts.password is not None
-    except ValueError as error:
-        raise BadRequest("this is no address") from error
-    if secret or parts.query or parts.fragment:
+    """Return an address, its scheme in small letters and no slash at its end. Raises BadRequest."""
+    read = _read(url)
+    if read is None:
+        raise BadRequest("this is no address")
+    parts, path = read
+    if "@" in parts.netloc or "?" in url or "#" in url:
         # Not shown: it may have a secret.
         raise BadRequest(
             "an address has no user, password, query or signature",
             hint="credentials come from the environment or the provider's profile",
         )
-    if parts.scheme not in schemes or not url.isprintable() or len(url) > _MOST_BYTES:
+    # A password before a sign that is not where it should be.
+    shown = "this" if "@" in url else repr(url[:100])
+    begin = f"{parts.scheme}://"
+    is_strange = {".", ".."} & set(path.split("/")) or "//" in path
+    if (
+        parts.scheme not in schemes
+        or not url.lower().startswith(begin)
+        or not (url.isprintable() and path.isprintable())
+        or len(url) > _MOST_BYTES
+        or is_strange
+    ):
         raise BadRequest(
-            f"{url[:100]!r} is no address of this kind",
-            hint=f"it begins with {', '.join(f'{one}://' for one in schemes)}",
+            f"{shown} is no address of this kind",
+            hint=f"it begins with {', '.join(f'{one}://' for one in schemes)}, and has no '..'",
         )
     if parts.scheme == "file":
-        if parts.netloc or not parts.path.startswith("/"):
-            raise BadRequest(f"{url!r}: a directory's address is file:///ABSOLUTE/PATH")
-    elif not parts.netloc:
-        raise BadRequest(f"{url!r} names no {'bucket' if 'http' not in schemes else 'host'}")
-    return url.rstrip("/")
+        if parts.netloc or not path.startswith("/"):
+            raise BadRequest(f"{shown}: a directory's address is file:///ABSOLUTE/PATH")
+    elif parts.scheme in web.SCHEMES:
+        if not parts.hostname:
+            raise BadRequest(f"{shown} names no host")
+    elif not _BUCKET.fullmatch(parts.netloc):
+        raise BadRequest(f"{shown} names no bucket")
+    return begin + url[len(begin) :].rstrip("/")
+
+
+def _read(url: str) -> tuple[SplitResult, str] | None:
+    """Return the parts of an address and its path in plain letters; None if it has none.
+
+    What was wrong is not told: it may quote a password that stands in the place of a port.
+    """
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        path = unquote(parts.path, errors="strict").rstrip("/")
+        return None if parts.port == 0 else (parts, path)
+    return None
 
 
 def web_server(url: str) -> str:
@@ -115,7 +150,7 @@ def opened(config: RemoteConfig, endpoints: Collection[str], token: str = "") ->
         return _web(config.url, endpoints, token)
     if config.url.startswith("file:"):
         return SharedDirectory(Path(unquote(urlsplit(config.url).path)))
-    if config.endpoint and config.endpoint not in endpoints:
+    if config.endpoint and config.endpoint not in {one.rstrip("/") for one in endpoints}:
         raise Conflict(
             f"the store's settings send your credentials to {config.endpoint}, which your own "
             "settings do not name",
@@ -124,7 +159,7 @@ def opened(config: RemoteConfig, endpoints: Collection[str], token: str = "") ->
         )
     options: dict[str, Any] = {}
     if config.endpoint:
-        options["endpoint"] = config.endpoint
+        options["base_url" if config.url.startswith("gs:") else "endpoint"] = config.endpoint
     if config.region:
         options["region"] = config.region
     return bucket.connect(config.url, options)

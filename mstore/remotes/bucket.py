@@ -248,6 +248,9 @@ class Bucket(Objects):
             # obstore may give what the pieces raise as an error of its own.
             try:
                 yield from pieces
+            except GeneratorExit:
+                # obstore gave up, and lets go of the pieces.
+                raise
             except BaseException as error:
                 failed.append(error)
                 raise

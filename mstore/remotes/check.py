@@ -129,7 +129,7 @@ class RemoteCheck:
         sizes = {one.name: one.size for one in self._remote.objects.names("packs/")}
         whole = []
         for row in state.packs().values():
-            if not row.is_there:
+            if not (row.is_there and row.is_known):
                 continue
             size = sizes.get(pack_name(row.pack))
             if size is None:
@@ -171,7 +171,7 @@ class RemoteCheck:
             elif at.base != NO_BASE:
                 bases.add(at.base)
         for base in sorted(bases):
-            if places.alone(base) is None:
+            if places.alone([base])[0] is None:
                 yield Kind.BLOCK, base
         for kind, id in needs.records:
             if places.locate(kind, [id])[0] is None:
@@ -185,7 +185,7 @@ class RemoteCheck:
         with ThreadPoolExecutor(self._jobs, "check") as pool:
             for row in rows:
                 name = pack_name(row.pack)
-                entries = places.entries(row)
+                entries = places.entries(row, self._catalog.block_size)
 
                 def bring(span: PackSpan, name: str = name) -> Buffer:
                     length = span.end - span.start
@@ -226,7 +226,7 @@ class _Bases:
     def get(self, block: bytes, block_size: int) -> Buffer:
         """Return the plain bytes of a base. Raises Corrupt, Unavailable."""
         if block not in self._kept:
-            at = self._places.alone(block)
+            [at] = self._places.alone([block])
             if at is None:
                 raise Corrupt("the base of this difference is in no pack", where=block.hex())
             if max(at.raw_length, at.stored_length) > block_size:

@@ -146,6 +146,7 @@ class RemoteCollector:
                     gone = replace(
                         row,
                         state=PackState.DELETED,
+                        entries=0,
                         made=0,
                         table=_NO_TABLE,
                         offset=0,
@@ -255,7 +256,7 @@ class _Decision:
                 if at.base != NO_BASE:
                     bases.add(at.base)
         for base in bases:
-            alone = self._places.alone(base)
+            [alone] = self._places.alone([base])
             if alone is None:
                 raise lacks(self._remote, Kind.BLOCK, base)
             found[alone.pack] += 0 if base in needs.blocks else alone.stored_length
@@ -302,7 +303,7 @@ class _Decision:
         rows = {**self.before.packs(), **self.changes.rows["packs"]}
         by_table: dict[str, list[PackRow]] = defaultdict(list)
         for row in rows.values():
-            if row.is_there:
+            if row.is_there and row.is_known:
                 by_table[row.table_name].append(row)
         sizes = {name: sum(row.length for row in some) for name, some in by_table.items()}
         small = [name for name, size in sizes.items() if size < _JOINED_BYTES // 2]

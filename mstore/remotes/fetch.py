@@ -1,56 +1,41 @@
 """Fetch: what a remote's refs need comes here, then the refs below remotes/NAME/ move.
 
     the remote's root -> tables of packs that are new there -> records, from the refs down
-    -> packs of which much is needed, whole; ranges of others, into a new pack
-    -> every payload checked against its id -> one transaction: packs, snapshots, notes, refs
+    -> packs, and parts of packs -> every payload checked against its id
+    -> one transaction: packs, snapshots, notes, refs
 
-Only what snapshots need gets rows, so a pack that came whole may have dead bytes: gc frees them.
-What was downloaded whole stays in remotes/NAME/incoming/ until it is published, so that a fetch
-that was killed goes on there. A pull also moves branches, if that is a fast-forward.
+A pull also moves branches, if that is a fast-forward. One fetch of a remote runs at a time in a
+store; others wait.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-import msgspec
-
 from mstore import fs
-from mstore.blocks.codecs import Elements, encode
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Key, Location
-from mstore.blocks.pack_files import PackFiles
-from mstore.blocks.packs import NO_BASE, Kind, PackEntry, SealedPack, read_footer
-from mstore.blocks.reader import BlockReader, located
-from mstore.blocks.schema import NOTES, PRUNED
-from mstore.remotes.layout import pack_name
+from mstore.blocks.packs import Kind
+from mstore.blocks.schema import NOTES, PLANS, PRUNED
+from mstore.remotes.arrival import Arrival, Incoming
+from mstore.remotes.layout import NoteRow
 from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor
-from mstore.remotes.objects import PIECE_BYTES
 from mstore.remotes.places import RemotePlaces
-from mstore.remotes.records import PackSpan, RemoteRecords, lacks, spans
+from mstore.remotes.records import RemoteRecords
 from mstore.remotes.state import Remote, RemoteState
 from mstore.remotes.tracking import MovedRef, moved_ref, remote_moves
-from mstore.store import refs
-from mstore.store.ahead import in_order
+from mstore.store import layout as layouts
+from mstore.store import plans, refs
 from mstore.store.catalog import Catalog, now_ns
-from mstore.store.publishing import NewPacks
-from mstore.store.refs import refs_in
+from mstore.store.objects.note import Note
+from mstore.store.refs import RefStore, refs_in
 from mstore.store.transaction import RefMove, Transaction
-from mstore.terms.errors import Corrupt, Incompatible, NotFound, did_you_mean
-from mstore.terms.ids import BlockId, Buffer, Id, PackId, SnapshotId
+from mstore.terms.errors import Conflict, Corrupt, Incompatible, NotFound, did_you_mean
+from mstore.terms.ids import NoteId, SnapshotId
 from mstore.terms.phrases import call
-from mstore.terms.report import ProgressCallback, ProgressCounter, Report
-from mstore.upkeep.check.findings import typed_id
+from mstore.terms.report import ProgressCallback, Report
 
-_WHOLE: Final = 0.5
-"""A pack of which this share is needed is downloaded whole."""
 _MOST_THREADS: Final = 16
 
 
@@ -79,6 +64,20 @@ class FetchReport(Report, frozen=True):
     """how long it took"""
 
 
+def _is_nested(name: str, others: Iterable[str]) -> bool:
+    """Return whether a name is below or above one of others."""
+    return any(name.startswith(f"{o}/") or o.startswith(f"{name}/") for o in others)
+
+
+def _nests(known: RefStore, name: str) -> bool:
+    """Return whether a new name would be below or above a ref."""
+    try:
+        known.refuse_nesting(name)
+    except Conflict:
+        return True
+    return False
+
+
 class Fetch:
     """One fetch, or one pull.
 
@@ -98,11 +97,12 @@ class Fetch:
         progress: ProgressCallback | None = None,
     ) -> None:
         self.only_records: list[SnapshotId] = []
-        self._tracks = tracks
         self._catalog = catalog
         self._remote = remote
         self._names = names
+        self.needs = Needs()
         self._pulls = pulls
+        self._tracks = tracks
         self._jobs = min(jobs, _MOST_THREADS)
         self._progress = progress
         self._received = 0
@@ -112,7 +112,15 @@ class Fetch:
     def run(self) -> FetchReport:
         """Fetch. Raises Corrupt for what does not match its id, Unavailable; then nothing moved."""
         began = time.monotonic()
+        layouts.require_writable(self._catalog.layout)
         self._remote.make_directory()
+        # Another fetch would download the same, to the same place.
+        with fs.locked(self._remote.directory / "fetch.lock"):
+            return self._run(began)
+
+    def _run(self, began: float) -> FetchReport:
+        incoming = Incoming(self._remote.directory)
+        incoming.remove_parts()
         state = self._remote.state()
         if state.root.block_size != self._catalog.block_size:
             raise Incompatible(
@@ -122,8 +130,10 @@ class Fetch:
                 hint=call("clone", self._remote.where, "DIRECTORY"),
             )
         wanted = self._wanted(state)
-        fetched, moved, diverged = self._bring(state, wanted)
+        fetched, moved, diverged = self._bring(state, wanted, incoming)
         self._remote.remember(state)
+        # Another fetch of only some refs may go on with what it left.
+        incoming.keep(state.packs() if self._names else ())
         return FetchReport(
             remote=self._remote.name,
             url=self._remote.where,
@@ -149,16 +159,14 @@ class Fetch:
             refs.check_name(name)
             if kind not in (refs.BRANCH, refs.TAG):
                 raise Corrupt(f"the remote has a {kind!r}", where=f"{self._remote.where}: {name!r}")
-        if self._names:
-            chosen = refs.chosen(there, self._names)
-            for name in chosen:
-                if name not in there:
-                    raise NotFound(
-                        f"{self._remote.name} has no such ref",
-                        where=name,
-                        hint=did_you_mean(name, there, call("remote_contents", self._remote.name)),
-                    )
-            return {name: there[name] for name in chosen}
+        chosen = refs.chosen(there, self._names) if self._names else list(there)
+        for name in chosen:
+            if name not in there:
+                raise NotFound(
+                    f"{self._remote.name} has no such ref",
+                    where=name,
+                    hint=did_you_mean(name, there, call("remote_contents", self._remote.name)),
+                )
         begin = refs.directory_of(refs.REMOTE, self._remote.name)
         with self._catalog.index.env.read() as transaction:
             known = [
@@ -166,30 +174,49 @@ class Fetch:
                 for one in refs_in(self._catalog.index, transaction).names(begin)
             ]
         gone: dict[str, tuple[str, SnapshotId | None]] = {
-            name: ("", None) for name in known if name not in there
+            name: ("", None)
+            for name in known
+            if name not in there and (not self._names or _is_nested(name, chosen))
         }
-        return there | gone
+        return {name: there[name] for name in chosen} | gone
 
     def _bring(
-        self, state: RemoteState, wanted: dict[str, tuple[str, SnapshotId | None]]
+        self,
+        state: RemoteState,
+        wanted: dict[str, tuple[str, SnapshotId | None]],
+        incoming: Incoming,
     ) -> tuple[list[MovedRef], list[MovedRef], list[str]]:
         heads = [id for _, id in wanted.values() if id is not None]
         local = LocalRecords(self._catalog)
-        if all(local.is_known(id) and local.has_contents(id) for id in heads):
-            source: RemoteRecords | LocalRecords = local
-            needs = Needs()
-        else:
+        source: RemoteRecords | LocalRecords = local
+        notes = self._lacking_notes(state)
+        is_about_known = any(local.is_known(row.snapshot_id()) for row in notes)
+        if is_about_known or not all(local.is_known(id) and local.has_contents(id) for id in heads):
             places = RemotePlaces(self._remote, state)
             source = RemoteRecords(self._catalog, self._remote, places, state)
-            needs = gather(source, heads, set(heads).__contains__)
         with Transaction(self._catalog, f"fetch from {self._remote.name}") as transaction:
+            needs = self.needs
             if isinstance(source, RemoteRecords):
-                _Arrival(self, transaction, needs, places, state).run()
-                self._received += source.received
+                needs = self.needs = gather(source, heads, set(heads).__contains__)
+                self._add_notes(source, needs, notes)
+                arrival = Arrival(
+                    self._catalog,
+                    self._remote,
+                    transaction,
+                    needs,
+                    places,
+                    state,
+                    incoming,
+                    jobs=self._jobs,
+                    progress=self._progress,
+                )
+                arrival.run()
+                self._blocks = arrival.blocks
+                self._received = arrival.received + source.received
             moves, diverged = self._moves(source, wanted)
-            if not (transaction.has_news or moves or needs.snapshots):
+            if not (transaction.has_news or moves or needs.snapshots or needs.notes):
                 return [], [], diverged
-            self._commit(transaction, needs, moves)
+            self._commit(transaction, needs, moves, source, wanted)
         begin = refs.directory_of(refs.REMOTE, self._remote.name)
         told = [
             moved_ref(
@@ -216,340 +243,92 @@ class Fetch:
                 moves += remote_moves(self._catalog, transaction, self._remote.name, ids, "fetch")
             diverged = []
             known = refs_in(self._catalog.index, transaction)
-            if self._pulls:
-                for name, (kind, id) in wanted.items():
-                    if id is None:
-                        continue
-                    own, new = known.get(name), refs.Ref(kind, bytes(id))
-                    if own == new or (
-                        own is not None and is_ancestor(source, id, [own.snapshot_id()])
-                    ):
-                        continue
-                    if own is None or (
-                        own.kind == kind == refs.BRANCH
-                        and is_ancestor(source, own.snapshot_id(), [id])
-                    ):
-                        action = f"pull {self._remote.name}" if self._tracks else "copy"
-                        moves.append(RefMove(name, own, new, action))
-                    else:
-                        diverged.append(name)
+            for name, (kind, id) in wanted.items() if self._pulls else ():
+                if id is None:
+                    continue
+                own, new = known.get(name), refs.Ref(kind, bytes(id))
+                if own == new:
+                    continue
+                if own is None:
+                    moves_there = not _nests(known, name)
+                elif own.kind != kind or kind != refs.BRANCH:
+                    moves_there = False
+                elif is_ancestor(source, id, [own.snapshot_id()]):
+                    # What the remote has is in this branch already.
+                    continue
+                else:
+                    moves_there = is_ancestor(source, own.snapshot_id(), [id])
+                if moves_there:
+                    action = f"pull {self._remote.name}" if self._tracks else "copy"
+                    moves.append(RefMove(name, own, new, action))
+                else:
+                    diverged.append(name)
         return moves, diverged
 
-    def _commit(self, transaction: Transaction, needs: Needs, moves: Sequence[RefMove]) -> None:
+    def _called(self, wanted: dict[str, tuple[str, SnapshotId | None]]) -> dict[SnapshotId, str]:
+        """Return names of snapshots, for people: this store's own, else the remote's."""
+        begin = "" if self._pulls else f"{self._remote.name}/"
+        called = {id: begin + name for name, (_, id) in wanted.items() if id is not None}
+        own = self._catalog.refs().items()
+        return called | {ref.snapshot_id(): name for name, ref in own if ref.kind == refs.BRANCH}
+
+    def _lacking_notes(self, state: RemoteState) -> list[NoteRow]:
+        """Return the remote's notes that are not here, whatever they are about."""
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            return [
+                row
+                for row in state.notes()
+                if not index.has(transaction, NOTES, (row.snapshot_id(), NoteId(row.note)))
+            ]
+
+    def _add_notes(self, source: RemoteRecords, needs: Needs, rows: Iterable[NoteRow]) -> None:
+        """Need the notes about what comes and what is here. Raises Corrupt for another's note."""
+        local = LocalRecords(self._catalog)
+        rows = [
+            row
+            for row in rows
+            if row.snapshot_id() in needs.snapshots or local.is_known(row.snapshot_id())
+        ]
+        notes = source.load(Note, [row.note for row in rows])
+        for row, note in zip(rows, notes, strict=True):
+            if note.snapshot != row.snapshot:
+                raise Corrupt(
+                    f"note {row.note.hex()[:12]} is not about snapshot {row.snapshot_id().short}",
+                    where=self._remote.where,
+                )
+            needs.notes.append((row.snapshot_id(), NoteId(row.note)))
+            needs.records[Kind.NOTE, row.note] = None
+
+    def _commit(
+        self,
+        transaction: Transaction,
+        needs: Needs,
+        moves: Sequence[RefMove],
+        source: RemoteRecords | LocalRecords,
+        wanted: dict[str, tuple[str, SnapshotId | None]],
+    ) -> None:
         index = self._catalog.index
         new = [id for id in needs.snapshots if not LocalRecords(self._catalog).is_known(id)]
+        parents = {p.snapshot_id() for id in new for p in needs.snapshots[id].parents}
+        lost = {id for id in parents if not source.is_known(id)}
         self._snapshots = len(new)
         self.only_records = [id for id in new if id not in needs.whole]
         named = {move.new.snapshot for move in moves if move.new is not None}
 
+        called = self._called(wanted)
+
         def also(rows: IndexTransaction) -> None:
+            for id in new:
+                record = needs.snapshots[id]
+                plan, sources = record.plan_id(), plans.named(record, called)
+                if plan is not None and sources is not None and not index.has(rows, PLANS, plan):
+                    plans.put_sources(self._catalog, rows, plan, sources)
             for id in new:
                 if id not in needs.whole and id not in named:
                     index.put(rows, PRUNED, id, now_ns())
             for snapshot, note in needs.notes:
                 index.put(rows, NOTES, (snapshot, note), None)
 
-        transaction.commit(snapshots=[needs.snapshots[id] for id in new], moves=moves, also=also)
-
-    # -- for `_Arrival` ----------------------------------------------------------------------
-
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def remote(self) -> Remote:
-        return self._remote
-
-    @property
-    def jobs(self) -> int:
-        return self._jobs
-
-    def ticker(self, total: int) -> ProgressCounter:
-        return ProgressCounter("fetch", total, self._progress)
-
-    def arrived(self, blocks: int, received: int) -> None:
-        self._blocks += blocks
-        self._received += received
-
-
-class _Arrival:
-    """What is downloaded for one transaction: packs, and parts of packs."""
-
-    def __init__(
-        self,
-        fetch: Fetch,
-        transaction: Transaction,
-        needs: Needs,
-        places: RemotePlaces,
-        state: RemoteState,
-    ) -> None:
-        self._fetch = fetch
-        self._catalog = fetch.catalog
-        self._remote = fetch.remote
-        self._transaction = transaction
-        self._needs = needs
-        self._places = places
-        self._state = state
-        self._restate: set[bytes] = set()
-        self._files: dict[PackId, Path] = {}
-        self._rows: dict[Key, Location] = {}
-
-    def run(self) -> None:
-        """Download, prove, hand to the transaction. Raises Corrupt, Unavailable."""
-        lacking = self._lacking()
-        by_pack: dict[PackId, list[tuple[Key, Location]]] = defaultdict(list)
-        for key, at in lacking.items():
-            by_pack[at.pack].append((key, at))
-        rows = self._state.packs()
-        index = self._catalog.index
-        whole: list[PackId] = []
-        ranged: list[PackId] = []
-        with index.env.read() as transaction:
-            for pack, entries in by_pack.items():
-                size = rows[pack].size
-                is_much = sum(at.stored_length for _, at in entries) >= _WHOLE * size
-                is_here = index.pack_number(transaction, pack) is not None
-                (whole if is_much and not is_here else ranged).append(pack)
-        total = sum(rows[pack].size for pack in whole) + sum(
-            at.stored_length for pack in ranged for _, at in by_pack[pack]
-        )
-        tick = self._fetch.ticker(total)
-        sealed: list[SealedPack] = []
-        with ThreadPoolExecutor(self._fetch.jobs, "fetch") as pool:
-            sealed += [
-                self._whole(pool, pack, rows[pack].size, by_pack[pack], tick) for pack in whole
-            ]
-            if ranged:
-                sealed += self._parts(pool, {pack: by_pack[pack] for pack in ranged}, tick)
-        self._prove(sealed)
-        for one in sealed:
-            kept = tuple(e for e in one.entries if (e.kind, e.id) not in self._restated_keys())
-            self._transaction.receive(msgspec.structs.replace(one, entries=kept))
-        self._restate_blocks()
-        blocks = sum(key[0] == Kind.BLOCK for key in lacking)
-        self._fetch.arrived(blocks, tick.done)
-
-    def _restated_keys(self) -> set[tuple[int, bytes]]:
-        return {(int(Kind.BLOCK), id) for id in self._restate}
-
-    def _lacking(self) -> dict[Key, Location]:
-        """Return what is needed and not here, with where the remote has it."""
-        catalog, index = self._catalog, self._catalog.index
-        lacking: dict[Key, Location] = {}
-        by_kind: dict[Kind, list[bytes]] = defaultdict(list)
-        for kind, id in self._needs.records:
-            by_kind[kind].append(id)
-        blocks = list(self._needs.blocks)
-        here = catalog.has_blocks([BlockId(id) for id in blocks])
-        by_kind[Kind.BLOCK] = [id for id, is_here in zip(blocks, here, strict=True) if not is_here]
-        for kind, wanted in by_kind.items():
-            ids = wanted
-            if kind != Kind.BLOCK:
-                with index.env.read() as transaction:
-                    ids = [id for id in wanted if index.row(transaction, (kind, id)) is None]
-            for id, at in zip(ids, self._places.locate(kind, ids), strict=True):
-                if at is None:
-                    raise lacks(self._remote, kind, id)
-                lacking[kind, id] = at
-        bases = {at.base for (kind, _), at in lacking.items() if at.base != NO_BASE}
-        with index.env.read() as transaction:
-            own = {base: index.block(transaction, BlockId(base)) for base in sorted(bases)}
-        for base, place in own.items():
-            if place is None:
-                alone = self._places.alone(base)
-                if alone is None:
-                    self._do_without(base, lacking)
-                else:
-                    lacking[Kind.BLOCK, base] = alone
-            elif place.base != NO_BASE:
-                # Here it is a difference itself, and that cannot be a base.
-                self._restate.update(id for (_, id), at in lacking.items() if at.base == base)
-        return lacking
-
-    def _do_without(self, base: bytes, lacking: dict[Key, Location]) -> None:
-        """Take differences to a block that the remote lacks from packs that have them in full.
-
-        A pack may have what no snapshot needs any more, after its base is gone.
-        """
-        for key, at in list(lacking.items()):
-            if at.base == base:
-                alone = self._places.alone(key[1])
-                if alone is None:
-                    raise lacks(self._remote, Kind.BLOCK, base)
-                lacking[key] = alone
-
-    # -- downloading -------------------------------------------------------------------------
-
-    def _whole(
-        self,
-        pool: ThreadPoolExecutor,
-        pack: PackId,
-        size: int,
-        needed: Sequence[tuple[Key, Location]],
-        tick: ProgressCounter,
-    ) -> SealedPack:
-        """Download a pack, unless an earlier fetch did."""
-        directory = self._remote.directory / "incoming"
-        fs.make_directories(directory)
-        path = directory / f"{pack.hex()}.pack"
-        if not self._is_pack(path, pack):
-            self._download(pool, pack, size, path, tick)
-            if not self._is_pack(path, pack):
-                fs.unlink(path, missing_ok=True)
-                raise Corrupt(
-                    "the pack does not match its name",
-                    where=f"{self._remote.where}/{pack_name(pack)}",
-                )
-        self._files[pack] = path
-        wanted = {(int(kind), id) for (kind, id), _ in needed}
-        entries = tuple(e for e in read_footer(path).entries if (e.kind, e.id) in wanted)
-        if len(entries) != len(wanted):
-            raise Corrupt("the pack lacks what its table has", where=self._remote.where)
-        return SealedPack(pack, path, size, entries)
-
-    @staticmethod
-    def _is_pack(path: Path, pack: PackId) -> bool:
-        try:
-            return read_footer(path).id == pack
-        except Corrupt:
-            return False
-
-    def _download(
-        self, pool: ThreadPoolExecutor, pack: PackId, size: int, path: Path, tick: ProgressCounter
-    ) -> None:
-        part = path.with_suffix(".part")
-        fs.unlink(part, missing_ok=True)
-        file = fs.NewFile(part)
-        name = pack_name(pack)
-
-        def bring(at: int) -> int:
-            length = min(PIECE_BYTES, size - at)
-            [data] = self._remote.objects.read_each(name, [(at, length)])
-            file.write_at(at, data)
-            file.begin_writing_back(at, length)
-            return length
-
-        try:
-            offsets = range(0, size, PIECE_BYTES)
-            jobs = self._fetch.jobs
-            for _, length in in_order(
-                lambda at: pool.submit(bring, at), offsets, ahead=jobs, stopping=self._stop
-            ):
-                tick(length)
-            file.protect()
-            file.sync()
-            file.close()
-            fs.rename(part, path)
-        except BaseException:
-            file.abandon()
-            raise
-
-    def _parts(
-        self,
-        pool: ThreadPoolExecutor,
-        by_pack: dict[PackId, list[tuple[Key, Location]]],
-        tick: ProgressCounter,
-    ) -> list[SealedPack]:
-        """Download parts of packs, into new ones."""
-        packs = self._transaction.new_packs("f")
-        asked = [(pack, span) for pack, some in by_pack.items() for span in spans(some)]
-
-        def bring(one: tuple[PackId, PackSpan]) -> Buffer:
-            pack, span = one
-            length = span.end - span.start
-            return self._remote.objects.read_each(pack_name(pack), [(span.start, length)])[0]
-
-        try:
-            jobs = self._fetch.jobs
-            for (_, span), data in in_order(
-                lambda one: pool.submit(bring, one), asked, ahead=jobs, stopping=self._stop
-            ):
-                _take(packs, span, data)
-                tick(len(data))
-            packs.seal()
-        except BaseException:
-            packs.abandon()
-            raise
-        for one in packs.sealed:
-            self._files[one.id] = one.path
-        return packs.sealed
-
-    def _stop(self, left: Sequence[object]) -> None:
-        if left:
-            self._remote.objects.wake()
-
-    # -- proving -----------------------------------------------------------------------------
-
-    def _prove(self, sealed: Sequence[SealedPack]) -> None:
-        """Read, decode and hash everything that came."""
-        for one in sealed:
-            for entry in one.entries:
-                self._rows[Kind(entry.kind), entry.id] = located(one.id, entry)
-        with (
-            closing(PackFiles(self._catalog.layout.packs, elsewhere=self._files)) as files,
-            ThreadPoolExecutor(_threads(), "prove") as pool,
-        ):
-            reader = BlockReader(files, self._catalog.block_size)
-
-            def check(some: Sequence[PackEntry]) -> None:
-                for entry in some:
-                    self._checked(reader, typed_id(Kind(entry.kind), entry.id))
-
-            groups = (
-                one.entries[start : start + 16]
-                for one in sealed
-                for start in range(0, len(one.entries), 16)
-            )
-            for _ in in_order(lambda some: pool.submit(check, some), groups, ahead=2 * _threads()):
-                pass
-
-    def _checked(self, reader: BlockReader, id: Id) -> Buffer:
-        if not isinstance(id, BlockId):
-            at = self._rows[_kind_of(id), bytes(id)]
-            return reader.record(id, at)
-        at = self._rows[Kind.BLOCK, bytes(id)]
-        base: Buffer | None = None
-        if at.base != NO_BASE:
-            under = BlockId(at.base)
-            if (Kind.BLOCK, bytes(under)) in self._rows:
-                lies = self._rows[Kind.BLOCK, bytes(under)]
-                base = reader.block(under, lies) if lies.base == NO_BASE else None
-            else:
-                base = self._catalog.read_block(under)
-        return reader.block(id, at, base)
-
-    def _restate_blocks(self) -> None:
-        """Store blocks without their base, which is a difference itself here."""
-        if not self._restate:
-            return
-        with closing(PackFiles(self._catalog.layout.packs, elsewhere=self._files)) as files:
-            reader = BlockReader(files, self._catalog.block_size)
-            for id in sorted(self._restate):
-                at = self._rows[Kind.BLOCK, id]
-                data = self._checked(reader, BlockId(id))
-                how = Elements(at.width, False)
-                encoded = encode(data, how, self._catalog.config.codec)
-                self._transaction.put_block(BlockId(id), encoded, "", 0)
-
-
-def _kind_of(id: Id) -> Kind:
-    return _KINDS[type(id)]
-
-
-def _kinds() -> dict[type[Id], Kind]:
-    return {type(typed_id(kind, bytes(32))): kind for kind in Kind}
-
-
-_KINDS: Final = _kinds()
-
-
-def _threads() -> int:
-    return min(4, os.cpu_count() or 1)
-
-
-def _take(packs: NewPacks, span: PackSpan, data: Buffer) -> None:
-    view = memoryview(data)
-    for key, at in span.entries:
-        start = at.offset - span.start
-        packs.copy(key, at, view[start : start + at.stored_length])
+        snapshots = [needs.snapshots[id] for id in new]
+        transaction.commit(snapshots=snapshots, moves=moves, lost_parents=lost, also=also)

@@ -17,11 +17,12 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 from uuid import UUID
 
 import msgspec
 
+from mstore.blocks.packs import ENTRY, HEADER_BYTES
 from mstore.remotes.objects import MOST_ROOT_BYTES
 from mstore.store.layout import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
 from mstore.terms.errors import Corrupt, Incompatible, Unavailable
@@ -33,6 +34,8 @@ MOST_LIST_BYTES: Final = 16 << 20
 """Longest list that is read."""
 MOST_MOVES: Final = 256
 """Moves of one ref that a push keeps."""
+MOST_TABLE_BYTES: Final = 256 << 20
+"""Longest table of a pack that is read."""
 
 IdBytes = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -80,7 +83,7 @@ class RefRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     name: str
     kind: str
     snapshot: IdBytes | None
-    moves: tuple[RemoteMove, ...]
+    moves: Annotated[tuple[RemoteMove, ...], msgspec.Meta(max_length=MOST_ROWS)]
 
     @property
     def key(self) -> bytes:
@@ -128,12 +131,27 @@ class PackRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     @property
     def is_there(self) -> bool:
         """Whether a snapshot may need what is in it."""
-        return self.state in (PackState.LIVE, PackState.CONDEMNED) and self.length > 0
+        return self.state in (PackState.LIVE, PackState.CONDEMNED)
 
     @property
     def table_name(self) -> str:
         """The object that has its table."""
         return table_name(self.made, TableId(self.table))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its table is known; of an object that no push named, only its name is."""
+        return self.length > 0
+
+    def problem(self) -> str | None:
+        """Return what is impossible about this row, before anything is read or made by it."""
+        if not self.is_known and not self.entries and self.state != PackState.LIVE:
+            return None
+        if self.length != HEADER_BYTES + self.entries * ENTRY.size:
+            return f"a table of {self.length} bytes for {self.entries} entries"
+        if self.length > min(self.size, MOST_TABLE_BYTES):
+            return f"a table of {self.length} bytes in a pack of {self.size}"
+        return None
 
 
 class NoteRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -159,7 +177,13 @@ LISTS: Final[Mapping[str, type[Any]]] = {
     "notes": NoteRow,
 }
 """The kinds of lists, and their rows."""
-Row = TypeVar("Row", RefRow, SnapshotRow, PackRow, NoteRow)
+_DECODERS: Final[Mapping[str, msgspec.msgpack.Decoder[tuple[str, list[Any]]]]] = {
+    # The number of rows is checked before they are made.
+    kind: msgspec.msgpack.Decoder(
+        tuple[str, Annotated[list[row_type], msgspec.Meta(max_length=MOST_ROWS)]]  # type: ignore[valid-type]
+    )
+    for kind, row_type in LISTS.items()
+}
 Change = Mapping[bytes, Any]
 """Rows by their keys; None removes one."""
 
@@ -230,6 +254,10 @@ def read_root(data: bytes, where: str) -> RemoteRoot:
             bytes.fromhex(one.first)
             if one.kind in LISTS and not 1 <= one.rows <= MOST_ROWS:
                 raise ValueError(f"a list of {one.rows} rows")
+        for kind in LISTS:
+            firsts = [bytes.fromhex(one.first) for one in root.of(kind)]
+            if firsts != sorted(set(firsts)):
+                raise ValueError(f"lists of {kind} that do not ascend")
         size = root.block_size
         if not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
             raise ValueError(f"a block size of {size}")
@@ -261,13 +289,10 @@ def decode_list(named: Named, data: bytes, where: str) -> list[Any]:
     if str(ListId.of(data)) != named.id:
         raise Corrupt("the list does not match its name", where=where)
     try:
-        row_type = LISTS[named.kind]
-        head, told = msgspec.msgpack.decode(data, type=tuple[str, list[msgspec.Raw]])
-        decoder = msgspec.msgpack.Decoder(row_type)
-        rows = [decoder.decode(one) for one in told]
+        head, rows = _DECODERS[named.kind].decode(data)
+        keys = [row.key for row in rows]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"not a list of a remote: {error}", where=where) from error
-    keys = [row.key for row in rows]
     if (
         head != f"mstore list {named.kind}/1"
         or len(rows) != named.rows
@@ -275,6 +300,11 @@ def decode_list(named: Named, data: bytes, where: str) -> list[Any]:
         or keys[0].hex() != named.first
     ):
         raise Corrupt("the list is not what the root says", where=where)
+    if named.kind == "packs":
+        for row in rows:
+            problem = row.problem()
+            if problem is not None:
+                raise Corrupt(problem, where=f"{where}, pack {row.pack.hex()}")
     return rows
 
 

@@ -17,6 +17,8 @@ import msgspec
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Key, Location
 from mstore.blocks.packs import (
+    ENTRY,
+    HEADER_BYTES,
     NONCE_BYTES,
     PAGE,
     Kind,
@@ -61,7 +63,8 @@ class _Filling:
 
     @property
     def size(self) -> int:
-        return self._end + self._small_bytes
+        count = len(self._sources) + len(self._small)
+        return self._end + self._small_bytes + count * ENTRY.size
 
     @property
     def is_empty(self) -> bool:
@@ -115,7 +118,7 @@ def pieces(
     store: Payloads, one: Outgoing, tick: Callable[[int], None]
 ) -> Iterator[bytes | bytearray]:
     """Yield the bytes of a pack, in pieces of some MiB. Raises Corrupt, StorageFailed."""
-    head, table = one.table[: len(header(bytes(NONCE_BYTES)))], one.table
+    head, table = one.table[:HEADER_BYTES], one.table
     yield head.ljust(PAGE, b"\0")
     at = PAGE
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Key, Location
-from mstore.blocks.packs import Kind, PackEntry, table_entries
-from mstore.blocks.reader import located
+from mstore.blocks.packs import NO_BASE, Kind, PackEntry, table_entries
+from mstore.blocks.reader import RECORD_LIMIT, located
 from mstore.blocks.segments import Segments
 from mstore.remotes.layout import PackRow
 from mstore.remotes.state import Remote, RemoteState
+from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import PackId
 
-_MOST_READ = 16 << 20
+_MOST_READ: Final = 16 << 20
 """Bytes of tables that are read at once."""
+_CODECS: Final = frozenset(Codec)
+_DELTAS: Final = frozenset(codec for codec in Codec if codec.is_delta)
 
 
 class RemotePlaces:
@@ -29,16 +33,18 @@ class RemotePlaces:
 
     def follow(self, state: RemoteState) -> None:
         """Know the packs of this state: read the tables of new ones, forget those that are gone."""
-        rows = {id: row for id, row in state.packs().items() if row.is_there}
+        rows = {id: row for id, row in state.packs().items() if row.is_there and row.is_known}
         known: set[bytes] = set(self._segments.packs())
         gone = [PackId(id) for id in known - rows.keys()]
         if gone:
             self._segments.drop(gone)
         new = [row for id, row in rows.items() if id not in known]
-        self._segments.add(self._tables(new))
+        self._segments.add(self._tables(new, state.root.block_size))
         self._there = set(rows)
 
-    def _tables(self, rows: Sequence[PackRow]) -> Iterator[tuple[PackId, Sequence[PackEntry]]]:
+    def _tables(
+        self, rows: Sequence[PackRow], block_size: int
+    ) -> Iterator[tuple[PackId, Sequence[PackEntry]]]:
         by_table: dict[str, list[PackRow]] = defaultdict(list)
         for row in rows:
             by_table[row.table_name].append(row)
@@ -47,18 +53,32 @@ class RemotePlaces:
                 spans = [(row.offset, row.length) for row in few]
                 for row, data in zip(few, self._remote.objects.read_each(name, spans), strict=True):
                     where = f"{self._remote.where}/{name}"
-                    yield row.pack, table_entries(row.pack, bytes(data), where)
+                    entries = table_entries(row.pack, bytes(data), where)
+                    for entry in entries:
+                        _require_possible(entry, row, block_size, where)
+                    yield row.pack, entries
 
-    def entries(self, row: PackRow) -> list[tuple[Key, Location]]:
+    def entries(self, row: PackRow, block_size: int) -> list[tuple[Key, Location]]:
         """Return what the table of one pack says. Raises Corrupt, Unavailable."""
-        [(pack, entries)] = self._tables([row])
+        [(pack, entries)] = self._tables([row], block_size)
         return [((Kind(one.kind), one.id), located(pack, one)) for one in entries]
 
     def locate(self, kind: Kind, ids: Sequence[bytes]) -> list[Location | None]:
-        """Return where the remote has each of these; None for what it does not have."""
+        """Return where the remote has each of these, readable; None for what it does not have.
+
+        A difference is readable if the remote has its base in a form that needs none.
+        """
         found = self._segments.locations(kind, b"".join(ids))
-        return [
+        found = [
             at if at is None or at.pack in self._there else self._other(kind, id)
+            for id, at in zip(ids, found, strict=True)
+        ]
+        bases = list(dict.fromkeys(at.base for at in found if at and at.base != NO_BASE))
+        if not bases:
+            return found
+        lost = {base for base, at in zip(bases, self.alone(bases), strict=True) if at is None}
+        return [
+            self._readable(id) if at is not None and at.base in lost else at
             for id, at in zip(ids, found, strict=True)
         ]
 
@@ -66,11 +86,46 @@ class RemotePlaces:
         places = self._segments.places(kind, id)
         return next((at for at in places if at.pack in self._there), None)
 
-    def alone(self, block: bytes) -> Location | None:
-        """Return where the remote has a block that needs no base, so that it can be one."""
-        places = self._segments.places(Kind.BLOCK, block)
-        fit = (at for at in places if at.pack in self._there and not Codec(at.codec).is_delta)
-        return next(fit, None)
+    def _readable(self, block: bytes) -> Location | None:
+        for at in self._segments.places(Kind.BLOCK, block):
+            if at.pack in self._there and (at.base == NO_BASE or self.alone([at.base])[0]):
+                return at
+        return None
+
+    def alone(self, blocks: Sequence[bytes]) -> list[Location | None]:
+        """Return where the remote has each block in a form that needs no base: it can be one."""
+        found = self._segments.locations(Kind.BLOCK, b"".join(blocks))
+        return [
+            at if at is None or self._is_alone(at) else self._other_alone(id)
+            for id, at in zip(blocks, found, strict=True)
+        ]
+
+    def _is_alone(self, at: Location) -> bool:
+        return at.pack in self._there and at.base == NO_BASE
+
+    def _other_alone(self, block: bytes) -> Location | None:
+        return next(filter(self._is_alone, self._segments.places(Kind.BLOCK, block)), None)
+
+
+def _require_possible(entry: PackEntry, row: PackRow, block_size: int, where: str) -> None:
+    """Raise Corrupt for an entry whose lengths or codec cannot be, before memory is taken for it.
+
+    A table is proved by its pack's name; but who made the pack may be a stranger.
+    """
+    codec = entry.codec
+    if codec not in _CODECS:
+        raise Incompatible(
+            f"codec {codec} is of a newer mstore", where=where, hint="pip install -U mstore"
+        )
+    stored, plain = entry.stored_length, entry.raw_length
+    if entry.kind == Kind.BLOCK:
+        is_possible = max(stored, plain) <= block_size and (
+            (codec in _DELTAS) == (entry.base != NO_BASE)
+        )
+    else:
+        is_possible = codec == Codec.RAW and stored == plain <= RECORD_LIMIT
+    if not is_possible or entry.offset + stored > row.size:
+        raise Corrupt(f"impossible entry {entry.id.hex()[:12]} of pack {row.pack}", where=where)
 
 
 def _batches(rows: Sequence[PackRow]) -> Iterator[list[PackRow]]:

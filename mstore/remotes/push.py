@@ -12,8 +12,8 @@ its root is replaced, and everything is after.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 from uuid import uuid4
 
@@ -36,18 +36,25 @@ from mstore.remotes.layout import (
     pack_name,
     table_name,
 )
-from mstore.remotes.needs import LocalRecords, gather, is_ancestor
+from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor
 from mstore.remotes.objects import Absent, Overtaken
 from mstore.remotes.outgoing import Outgoing, laid_out, pieces
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.state import Changes, Remote, RemoteState
-from mstore.remotes.tracking import MovedRef, follow, moved_ref
-from mstore.store import refs
+from mstore.remotes.tracking import MovedRef, follow, may_write, moved_ref
+from mstore.store import contents, refs
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
 from mstore.store.refs import refs_in
-from mstore.terms.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound
-from mstore.terms.ids import PackId, SnapshotId
+from mstore.terms.errors import (
+    BadRequest,
+    Conflict,
+    Corrupt,
+    Incompatible,
+    NotFound,
+    did_you_mean,
+)
+from mstore.terms.ids import BlockId, PackId, SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
@@ -115,14 +122,13 @@ class Push:
         self._progress = progress
         self._source = LocalRecords(catalog)
         self._refs = refs_to_send(catalog, names)
-        heads = {ref.snapshot_id() for ref in self._refs.values()}
-
-        def is_whole(id: SnapshotId) -> bool:
-            return id in heads or (contents_of_ancestors and self._source.has_contents(id))
-
-        self.needs = gather(self._source, heads, is_whole)
+        for name in delete:
+            if name in self._refs:
+                raise BadRequest("cannot be pushed and deleted at once", where=name)
+        self._with_contents = contents_of_ancestors
+        self.needs = Needs()
         self._sent: dict[PackId, _Sent] = {}
-        self._at: dict[Key, PackId] = {}
+        self._at: dict[Key, tuple[PackId, bytes]] = {}
         self._used: dict[Key, PackId] = {}
         self._table: str | None = None
         self._blocks = self._packs = self._bytes = 0
@@ -132,8 +138,9 @@ class Push:
         began = time.monotonic()
         self._remote.objects.require_writable()
         self._remote.make_directory()
-        lease = Lease(self._catalog.layout, self._catalog.index, f"push to {self._remote.name}")
-        try:
+        named = [ref.snapshot_id() for ref in self._refs.values()]
+        with _lease(self._catalog, self._remote), contents.held(self._catalog, named):
+            self.needs = gather(self._source, named, self._is_whole(set(named)))
             state = self._state(dry_run)
             if state is not None:
                 self._take_up(state)
@@ -147,13 +154,11 @@ class Push:
                     break
                 except Overtaken:
                     state = self._remote.state()
-            if not dry_run and state is not None:
-                self._remote.remember(state)
-                self._forget_sent()
-                if self._tracks:
-                    self._follow(moved)
-        finally:
-            lease.release()
+        if not dry_run and state is not None:
+            self._remote.remember(state)
+            self._forget_sent()
+            if self._tracks and may_write(self._catalog):
+                self._follow()
         return PushReport(
             remote=self._remote.name,
             url=self._remote.where,
@@ -166,6 +171,11 @@ class Push:
             generation=0 if state is None else state.root.generation,
             seconds=time.monotonic() - began,
         )
+
+    def _is_whole(self, heads: set[SnapshotId]) -> Callable[[SnapshotId], bool]:
+        if not self._with_contents:
+            return heads.__contains__
+        return lambda id: id in heads or self._source.has_contents(id)
 
     # -- what is there -----------------------------------------------------------------------
 
@@ -199,7 +209,9 @@ class Push:
                 one = msgspec.msgpack.decode(fs.read_file(path, 1 << 30), type=tuple[int, bytes])
                 pack = PackId(bytes.fromhex(name))
                 table_entries(pack, one[1], str(path))
-                if self._remote.objects.size(pack_name(pack)) == one[0]:
+                row = state.packs().get(pack)
+                is_stray = row is None or (row.is_there and not row.is_known)
+                if is_stray and self._remote.objects.size(pack_name(pack)) == one[0]:
                     self._note_sent(_Sent(pack, *one))
                     continue
             fs.unlink(path, missing_ok=True)
@@ -207,17 +219,36 @@ class Push:
     def _note_sent(self, one: _Sent) -> None:
         self._sent[one.pack] = one
         for entry in table_entries(one.pack, one.table, ""):
-            self._at.setdefault((Kind(entry.kind), entry.id), one.pack)
+            key = Kind(entry.kind), entry.id
+            # One that needs no base goes before one that does.
+            if key not in self._at or entry.base == NO_BASE:
+                self._at[key] = one.pack, entry.base
 
-    def _drop_named(self, state: RemoteState) -> None:
-        """Forget sent packs that a root named, or that a gc may have deleted meanwhile."""
-        rows = state.packs()
-        for pack in [one for one in self._sent if one in rows]:
-            row = rows[pack]
-            if row.length or row.state != PackState.CONDEMNED:
-                del self._sent[pack]
-                self._at = {key: one for key, one in self._at.items() if one != pack}
-                fs.unlink(self._remote.directory / "sent" / pack.hex(), missing_ok=True)
+    def _drop_deleted(self, state: RemoteState) -> None:
+        """Forget packs that were put, and that the remote removed before a root named them."""
+        rows = {pack: state.packs().get(pack) for pack in self._sent}
+        gone = {pack for pack, row in rows.items() if row is not None and not row.is_there}
+        if gone:
+            kept = [one for pack, one in self._sent.items() if pack not in gone]
+            self._sent.clear()
+            self._at.clear()
+            for one in kept:
+                self._note_sent(one)
+
+    def _drop_without_base(self, places: RemotePlaces) -> None:
+        """Forget differences that an earlier push put, and whose base it did not, nor can this."""
+        bases = {base for _, base in self._at.values() if base != NO_BASE}
+        bases -= {id for (_, id), (_, base) in self._at.items() if base == NO_BASE}
+        unknown = sorted(bases)
+        there = places.alone(unknown)
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            for base, at in zip(unknown, there, strict=True):
+                here = index.block(transaction, BlockId(base))
+                if at is not None or (here is not None and here.base == NO_BASE):
+                    bases.discard(base)
+        if bases:
+            self._at = {key: at for key, at in self._at.items() if at[1] not in bases}
 
     def _forget_sent(self) -> None:
         for pack in set(self._used.values()) & self._sent.keys():
@@ -231,7 +262,11 @@ class Push:
         moved = self._moves(state, changes)
         if not self._refs:
             return moved, changes
-        places = None if state is None else RemotePlaces(self._remote, state)
+        places = None
+        if state is not None:
+            self._drop_deleted(state)
+            places = RemotePlaces(self._remote, state)
+            self._drop_without_base(places)
         used = self._used = self._send(places, state, dry_run)
         if state is not None and not dry_run:
             self._rows(state, changes, used)
@@ -258,13 +293,15 @@ class Push:
             new = None if ref is None else ref.snapshot
             old = None if row is None else row.snapshot
             if old is None and new is None:
-                raise NotFound("the remote has no such ref", where=name)
+                there = [one for one, known in before.items() if known.snapshot is not None]
+                what = f"{self._remote.name} has no such ref"
+                raise NotFound(what, where=name, hint=did_you_mean(name, there))
             if old == new:
                 continue
             if row is not None and old is not None and ref is not None:
                 self._require_allowed(name, row.kind, ref.kind, old, ref.snapshot)
             elif new is not None:
-                _refuse_nesting(name, before)
+                _refuse_nesting(name, before, self._delete)
             move = RemoteMove(old, new, _ACTION, 0, generation)
             moves = (*(() if row is None else row.moves), move)[-MOST_MOVES:]
             kind = ref.kind if ref is not None else row.kind if row is not None else refs.BRANCH
@@ -309,10 +346,8 @@ class Push:
         self, places: RemotePlaces | None, state: RemoteState | None, dry_run: bool
     ) -> dict[Key, PackId]:
         """Put packs with what the remote lacks; return which pack has each thing needed."""
-        if state is not None:
-            self._drop_named(state)
         used: dict[Key, PackId] = {}
-        lacking: list[tuple[Key, Location]] = []
+        lacking: dict[Key, Location] = {}
         bases: dict[bytes, None] = {}
 
         def look(kind: Kind, ids: Sequence[bytes], *, as_bases: bool = False) -> list[bytes]:
@@ -320,35 +355,31 @@ class Push:
             missing = []
             if places is None:
                 found: list[Location | None] = [None] * len(ids)
-            elif as_bases:
-                found = [places.alone(id) for id in ids]
             else:
-                found = places.locate(kind, ids)
+                found = places.alone(ids) if as_bases else places.locate(kind, ids)
             for id, at in zip(ids, found, strict=True):
-                if at is not None:
-                    used[kind, id] = at.pack
-                    if at.base != NO_BASE:
-                        bases[at.base] = None
-                elif (kind, id) in self._at:
-                    used[kind, id] = self._at[kind, id]
-                else:
+                pack, base = (at.pack, at.base) if at else self._at.get((kind, id), (None, NO_BASE))
+                if pack is None or (as_bases and base != NO_BASE):
                     missing.append(id)
+                    continue
+                used[kind, id] = pack
+                if base != NO_BASE:
+                    bases[base] = None
             return missing
 
-        for id, at in self._located(look(Kind.BLOCK, list(self.needs.blocks))):
-            lacking.append(((Kind.BLOCK, id), at))
+        for key, at in self._located(Kind.BLOCK, look(Kind.BLOCK, list(self.needs.blocks))):
+            lacking[key] = at
             if at.base != NO_BASE:
                 bases[at.base] = None
-        sending = {key for key, _ in lacking}
         # A base must be at the remote in a form that needs none itself.
         more = look(Kind.BLOCK, list(bases), as_bases=True)
-        lacking += [
-            ((Kind.BLOCK, id), at)
-            for id, at in self._located(more)
-            if (Kind.BLOCK, id) not in sending
-        ]
-        lacking += self._lacking_records(look)
-        order = list(laid_out(lacking))
+        lacking.update(self._located(Kind.BLOCK, more))
+        by_kind: dict[Kind, list[bytes]] = {}
+        for kind, id in self.needs.records:
+            by_kind.setdefault(kind, []).append(id)
+        for kind, ids in by_kind.items():
+            lacking.update(self._located(kind, look(kind, ids)))
+        order = list(laid_out(lacking.items()))
         total = sum(one.size for one in order)
         tick = ProgressCounter("push", total, self._progress)
         for one in order:
@@ -357,35 +388,25 @@ class Push:
             self._bytes += one.size
             if not dry_run:
                 self._put(one, tick)
-        used.update((key, self._at[key]) for key, _ in lacking if key in self._at)
+        used.update((key, self._at[key][0]) for key in lacking if key in self._at)
         return used
 
-    def _located(self, blocks: Sequence[bytes]) -> Iterator[tuple[bytes, Location]]:
-        found = self._catalog.locate(blocks) if blocks else []  # type: ignore[arg-type]
-        return zip(blocks, found, strict=True)
-
-    def _lacking_records(self, look: object) -> Iterator[tuple[Key, Location]]:
+    def _located(self, kind: Kind, ids: Sequence[bytes]) -> list[tuple[Key, Location]]:
+        """Return where these lie here. Raises Corrupt for one that is neither here nor there."""
         index = self._catalog.index
-        by_kind: dict[Kind, list[bytes]] = {}
-        for kind, id in self.needs.records:
-            by_kind.setdefault(kind, []).append(id)
-        for kind, ids in by_kind.items():
-            missing = look(kind, ids)  # type: ignore[operator]
-            with index.env.read() as transaction:
-                rows = [(id, index.row(transaction, (kind, id))) for id in missing]
-                places = [
-                    (id, None if row is None else index.location(transaction, row))
-                    for id, row in rows
-                ]
-            for id, at in places:
-                if at is None:
+        found = []
+        with index.env.read() as transaction:
+            for id in ids:
+                row = index.row(transaction, (kind, id))
+                if row is None:
                     raise Corrupt(
                         f"this {kind.name.lower()} is needed, and is neither here nor at "
                         f"{self._remote.name}",
                         where=id.hex(),
                         hint=call("fsck"),
                     )
-                yield (kind, id), at
+                found.append(((kind, id), index.location(transaction, row)))
+        return found
 
     def _put(self, one: Outgoing, tick: ProgressCounter) -> None:
         # Before the put: whoever is killed in it finds the pack there, or not.
@@ -406,17 +427,26 @@ class Push:
             pack = used[Kind.SNAPSHOT, id]
             is_whole = id in self.needs.whole
             row = state.snapshot(id)
-            if row is None or not _is_there(state, row.pack) or is_whole > row.is_whole:
+            home = None if row is None else state.packs().get(row.pack)
+            if row is None or home is None or not home.is_there or is_whole > row.is_whole:
+                # A snapshot that is whole there stays so.
+                is_whole = is_whole or (row is not None and row.is_whole)
                 changes.put("snapshots", SnapshotRow(bytes(id), bytes(pack), is_whole))
         known = state.rows("notes")
         for snapshot, note in self.needs.notes:
-            row = known.get(snapshot + note)
-            if row is None or not _is_there(state, row.pack):
+            told = known.get(snapshot + note)
+            home = None if told is None else state.packs().get(told.pack)
+            if home is None or not home.is_there:
                 pack = used[Kind.NOTE, note]
                 changes.put("notes", NoteRow(bytes(snapshot), bytes(note), bytes(pack)))
 
     def _pack_rows(self, state: RemoteState, changes: Changes, needed: set[PackId]) -> None:
-        new = [one for pack, one in self._sent.items() if pack in needed]
+        rows = state.packs()
+        new = [
+            one
+            for pack, one in self._sent.items()
+            if pack in needed and (pack not in rows or not rows[pack].is_known)
+        ]
         if new:
             data = b"".join(one.table for one in new)
             table, made = TableId.of(data), state.root.generation + 1
@@ -439,25 +469,20 @@ class Push:
                     ),
                 )
                 offset += len(one.table)
-        for pack in needed:
-            row = state.packs().get(pack)
-            if row is not None and row.is_there and row.state == PackState.CONDEMNED:
+        for pack in sorted(needed):
+            row = rows.get(pack)
+            if row is not None and row.is_known and row.state == PackState.CONDEMNED:
                 changes.put("packs", msgspec.structs.replace(row, state=PackState.LIVE, time_ns=0))
 
     # -- afterwards --------------------------------------------------------------------------
 
-    def _follow(self, moved: Iterable[MovedRef]) -> None:
+    def _follow(self) -> None:
         """Let this store's refs of the remote say what it has now."""
         wanted: dict[str, SnapshotId | None] = {
             name: ref.snapshot_id() for name, ref in self._refs.items()
         }
         wanted |= dict.fromkeys(self._delete)
         follow(self._catalog, self._remote.name, wanted, _ACTION)
-
-
-def _is_there(state: RemoteState, pack: bytes) -> bool:
-    row = state.packs().get(pack)
-    return row is not None and row.is_there
 
 
 def refs_to_send(catalog: Catalog, names: Sequence[str]) -> dict[str, refs.Ref]:
@@ -473,9 +498,22 @@ def refs_to_send(catalog: Catalog, names: Sequence[str]) -> dict[str, refs.Ref]:
     return found
 
 
-def _refuse_nesting(name: str, known: dict[str, RefRow]) -> None:
+@contextmanager
+def _lease(catalog: Catalog, remote: Remote) -> Iterator[None]:
+    """Let no pack be removed meanwhile, where this user may say so."""
+    lease = None
+    if may_write(catalog):
+        lease = Lease(catalog.layout, catalog.index, f"push to {remote.name}")
+    try:
+        yield
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def _refuse_nesting(name: str, known: dict[str, RefRow], deleted: Sequence[str]) -> None:
     for other, row in known.items():
-        if row.snapshot is None or other == name:
+        if row.snapshot is None or other == name or other in deleted:
             continue
         if name.startswith(f"{other}/") or other.startswith(f"{name}/"):
             raise Conflict(

@@ -1,4 +1,7 @@
-"""Records at a remote: read from its packs by ranges, checked against their ids."""
+"""Records of a remote, read as they are asked for, and checked against their ids.
+
+Owns how payloads are read that lie near each other in a pack: in one request.
+"""
 
 from __future__ import annotations
 
@@ -121,13 +124,14 @@ class RemoteRecords:
             with suppress(NotFound):
                 found.append(self._catalog.content(id))
                 continue
-            found += self.load(VirtualTensor, [id])
+            [virtual] = self.load(VirtualTensor, [id])
+            virtual.check(f"virtual tensor {id}")
+            found.append(virtual)
         return found
 
     def notes(self, snapshots: Sequence[SnapshotId]) -> list[tuple[SnapshotId, NoteId]]:
-        wanted = set(snapshots)
-        there = [(row.snapshot_id(), NoteId(row.note)) for row in self._state.notes()]
-        return [one for one in there if one[0] in wanted]
+        # Those of snapshots that are here already come, too (`Fetch._add_notes`).
+        return []
 
     def is_known(self, snapshot: SnapshotId) -> bool:
         return self._state.snapshot(snapshot) is not None or self._local.is_known(snapshot)
@@ -137,9 +141,11 @@ class RemoteRecords:
         return row is not None and row.is_whole
 
     def passes(self, kind: Kind, ids: Sequence[bytes]) -> list[bool]:
+        index = self._catalog.index
         if kind != Kind.SNAPSHOT:
             # A stored tensor has all its blocks.
-            return self._is_here(kind, ids)
+            with index.env.read() as transaction:
+                return [index.row(transaction, (kind, bytes(id))) is not None for id in ids]
         return [self._is_whole(SnapshotId(id)) for id in ids]
 
     def _is_whole(self, id: SnapshotId) -> bool:
@@ -147,7 +153,7 @@ class RemoteRecords:
 
 
 def lacks(remote: Remote, kind: Kind, id: bytes) -> Corrupt:
-    """Return the error for what a remote should have."""
+    """Return the error for what a remote should have, and has not."""
     return Corrupt(
         f"{remote.name} lacks this {kind.name.lower()}, which its refs need",
         where=f"{remote.where}, {id.hex()}",
@@ -175,6 +181,11 @@ class AllRecords(RemoteRecords):
 
     def _is_here(self, kind: Kind, ids: Sequence[bytes]) -> list[bool]:
         return super()._is_here(kind, ids) if self._reads_local else [False] * len(ids)
+
+    def notes(self, snapshots: Sequence[SnapshotId]) -> list[tuple[SnapshotId, NoteId]]:
+        wanted = set(snapshots)
+        there = [(row.snapshot_id(), NoteId(row.note)) for row in self._state.notes()]
+        return [one for one in there if one[0] in wanted]
 
     def is_known(self, snapshot: SnapshotId) -> bool:
         return self._state.snapshot(snapshot) is not None

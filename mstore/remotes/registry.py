@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from mstore import fs
@@ -19,6 +19,7 @@ from mstore.remotes.layout import read_root
 from mstore.remotes.limited import limited
 from mstore.remotes.objects import Absent, Objects
 from mstore.remotes.state import Remote
+from mstore.remotes.tracking import may_write
 from mstore.store import listing, refs
 from mstore.store.catalog import Catalog
 from mstore.store.config import RemoteConfig
@@ -170,10 +171,17 @@ def opened(
     *,
     token: str = "",
 ) -> Iterator[Remote]:
-    """Open a remote; limit_rate: bytes a second. Raises NotFound, and as `address.opened`."""
-    objects = address.opened(find(catalog, name), endpoints, token)
-    with closing(limited(objects, limit_rate)) as objects:
-        yield Remote(name, objects, _directory(catalog, name))
+    """Open a remote; limit_rate: bytes a second. Raises NotFound, and as `address.opened`.
+
+    Who may not write the store keeps what is known of the remote only until this ends.
+    """
+    with ExitStack() as stack:
+        objects = address.opened(find(catalog, name), endpoints, token)
+        objects = stack.enter_context(closing(limited(objects, limit_rate)))
+        directory = _directory(catalog, name)
+        if not may_write(catalog):
+            directory = stack.enter_context(fs.scratch())
+        yield Remote(name, objects, directory)
 
 
 def contents(catalog: Catalog, remote: Remote) -> RemoteContents:

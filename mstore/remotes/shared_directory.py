@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from blake3 import blake3
+
 from mstore import fs
 from mstore.remotes.objects import MOST_ROOT_BYTES, Absent, Listed, Objects, Overtaken, RootStamp
 from mstore.remotes.objects import short as too_short
@@ -44,11 +46,10 @@ class SharedDirectory(Objects):
             number = max(self._numbers(), default=None)
             if number is None:
                 raise Absent("there is no remote", where=self.where)
-            if known is not None and known.e_tag == number:
-                return None
             data = self._root(number)
             if data:
-                return data, RootStamp(number)
+                stamp = _stamp(number, data)
+                return None if stamp == known else (data, stamp)
             if number == max(self._numbers()):
                 raise Corrupt("the root is empty", where=f"{self.where}/{_ROOTS}/{number}")
 
@@ -76,7 +77,7 @@ class SharedDirectory(Objects):
             with suppress(StorageFailed):
                 if self._root(old):
                     fs.replace_file(roots / old, b"")
-        return RootStamp(name)
+        return _stamp(name, data)
 
     def probe(self, name: str) -> None:
         fs.make_directories(self._path)
@@ -85,10 +86,10 @@ class SharedDirectory(Objects):
         found: list[Buffer] = []
         descriptor = self._opened(name)
         try:
-            end = os.fstat(descriptor).st_size
+            size = os.fstat(descriptor).st_size
             for offset, length in spans:
-                if offset + length > end:
-                    # Before memory is taken for what a stranger's list may say.
+                # Before memory is taken for it.
+                if offset + length > size:
                     raise too_short(self.where, name)
                 data = os.pread(descriptor, length, offset)
                 while len(data) < length:
@@ -165,6 +166,11 @@ class SharedDirectory(Objects):
 
     def remove(self, name: str) -> None:
         fs.unlink(self._path / name, missing_ok=True)
+
+
+def _stamp(number: str, data: bytes) -> RootStamp:
+    # Another remote at this address, or an older state of it, may have the same number.
+    return RootStamp(number, blake3(data).hexdigest())
 
 
 def _raised(error: OSError) -> None:

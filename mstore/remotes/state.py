@@ -10,7 +10,6 @@ Owns what this store keeps of a remote, in `remotes/NAME/`, all of which can be 
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -52,9 +51,15 @@ class RemoteState:
     def rows(self, kind: str) -> Mapping[bytes, Any]:
         """Return all rows of a kind by their keys, in order. Raises Corrupt, Unavailable."""
         if kind not in self._rows:
-            self._rows[kind] = {
-                row.key: row for one in self.root.of(kind) for row in self._read(one)
-            }
+            found: dict[bytes, Any] = {}
+            last: bytes | None = None
+            for named in self.root.of(kind):
+                some = {row.key: row for row in self._read(named)}
+                if last is not None and next(iter(some)) <= last:
+                    raise Corrupt(f"the remote's lists of {kind} overlap", where=named.id)
+                found |= some
+                last = next(reversed(some))
+            self._rows[kind] = found
         return self._rows[kind]
 
     def refs(self) -> dict[str, RefRow]:
@@ -189,10 +194,18 @@ class Remote:
 
     def remember(self, state: RemoteState) -> None:
         """Keep this root: a read of it costs one request, and an older one is refused."""
+        saved = self._saved()
+        if saved is not None:
+            before = layout.read_root(saved[0], "")
+            if before.uuid == state.root.uuid and before.generation > state.root.generation:
+                # Another command has seen a later one meanwhile.
+                return
         data = msgspec.json.encode(state.stamp) + b"\n" + state.root.encode()
         fs.replace_file(self.directory / _SAVED, data)
         wanted = {one.file for one in state.root.lists}
-        for name in os.listdir(self.directory / "lists"):
+        with fs.translated(self.directory):
+            names = fs.listed(self.directory / "lists")
+        for name in names:
             if name not in wanted:
                 fs.unlink(self.directory / "lists" / name, missing_ok=True)
 
@@ -209,7 +222,8 @@ class Remote:
 
     def change(self, before: RemoteState, changes: Changes) -> RemoteState:
         """Put the changed lists, then the root. Raises Overtaken: read the state, decide again."""
-        lists: list[Named] = []
+        # Of a kind that a newer version has added: they stay.
+        lists = [one for one in before.root.lists if one.kind not in LISTS]
         for kind in LISTS:
             if not changes.rows[kind]:
                 lists += before.root.of(kind)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.store import layout as layouts
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.refs import refs_in
 from mstore.store.transaction import RefMove, choose_moves
+from mstore.terms.errors import StorageFailed
 from mstore.terms.ids import SnapshotId
 from mstore.terms.report import Report
 
@@ -20,6 +22,15 @@ class MovedRef(Report, frozen=True):
     """where it pointed before"""
     new: SnapshotId | None
     """where it points now"""
+
+
+def may_write(catalog: Catalog) -> bool:
+    """Return whether this user may write the store."""
+    try:
+        layouts.require_writable(catalog.layout)
+    except StorageFailed:
+        return False
+    return True
 
 
 def moved_ref(name: str, old: bytes | None, new: bytes | None) -> MovedRef:
@@ -54,4 +65,5 @@ def remote_moves(
         old = known.get(own)
         if old != new:
             moves.append(RefMove(own, old, new, f"{action} {remote}"))
-    return moves
+    # A name that is removed may be above or below a new one.
+    return sorted(moves, key=lambda move: move.new is not None)

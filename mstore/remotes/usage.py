@@ -94,7 +94,7 @@ def _lengths(needs: Needs, remote: Remote, places: RemotePlaces) -> dict[Key, in
             if at.base != NO_BASE:
                 bases.add(at.base)
     for base in bases:
-        alone = places.alone(base)
+        [alone] = places.alone([base])
         if alone is not None:
             lengths.setdefault((Kind.BLOCK, base), alone.stored_length)
     return lengths

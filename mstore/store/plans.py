@@ -6,6 +6,8 @@ the newest snapshot with the same content stands in for an input.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -14,7 +16,7 @@ from mstore.blocks.schema import PLANS, NamedSnapshot, PlanInputs
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
-from mstore.store.objects.snapshot import PREVIOUS, SnapshotRecord
+from mstore.store.objects.snapshot import BASE, COMPANION, EXPERT, PREVIOUS, SnapshotRecord
 from mstore.store.refs import refs_in
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import BadName, BadRequest, NotFound
@@ -41,6 +43,20 @@ def put_sources(
             ),
         )
     catalog.index.put(transaction, PLANS, plan, sources)
+
+
+def named(record: SnapshotRecord, called: Mapping[SnapshotId, str]) -> PlanInputs | None:
+    """Return the inputs of a merge by its parents, under these names or ids; None if unknown."""
+    bases = [parent.snapshot for parent in record.parents if parent.role == BASE]
+    experts = [p.snapshot for p in record.parents if p.role in (EXPERT, COMPANION)]
+    if record.plan is None or len(bases) != 1:
+        return None
+
+    def source(snapshot: bytes) -> NamedSnapshot:
+        id = SnapshotId(snapshot)
+        return NamedSnapshot(snapshot, called.get(id, id.short))
+
+    return PlanInputs(source(bases[0]), tuple(map(source, experts)))
 
 
 def store_plan(catalog: Catalog, plan: Plan, sources: PlanInputs) -> PlanId:

@@ -19,7 +19,7 @@ from mstore.blocks.location import Key, Location
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.store import pack_list
 from mstore.store.catalog import Catalog
-from mstore.terms.errors import StorageFailed
+from mstore.terms.errors import Conflict, StorageFailed
 from mstore.terms.ids import BlockId, Buffer
 
 MAX_PACK_BYTES: Final = 512 << 20
@@ -100,11 +100,12 @@ class NewPacks:
 
         If the block or what comes before it raises, the packs are removed again. A commit that
         fails half way may still be on disk, so they stay from its begin on. Raises Corrupt and
-        Unavailable as `Catalog.publishing`, StorageFailed.
+        Unavailable as `Catalog.publishing`, Conflict for a pack that is stored, StorageFailed.
         """
         self.seal()
         has_begun = False
         with self._catalog.publishing():
+            self._require_new()
             try:
                 self._give_names()
                 with self._catalog.advancing() as transaction:
@@ -114,6 +115,19 @@ class NewPacks:
                 if not has_begun:
                     self._take_back()
                 raise
+
+    def _require_new(self) -> None:
+        """Raise Conflict if a pack from elsewhere came here meanwhile by another way."""
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            condemned = {one.pack for one in index.condemned(transaction)}
+            for pack in self.sealed:
+                if pack.id in condemned or index.pack_number(transaction, pack.id) is not None:
+                    raise Conflict(
+                        "the pack was stored by another command meanwhile",
+                        where=f"pack {pack.id.hex()}",
+                        hint="run the command again",
+                    )
 
     def _give_names(self) -> None:
         if self.sealed:

@@ -36,7 +36,7 @@ from mstore.store.objects.tensor import BYTES, Tensor, in_blocks, partition
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict, Interrupted, NotFound
-from mstore.terms.ids import BlockId, Id, TensorId
+from mstore.terms.ids import BlockId, Id, SnapshotId, TensorId
 from mstore.terms.phrases import Option, phrase
 
 
@@ -224,6 +224,14 @@ class Transaction:
         self._own.update(blocks)
         self.blocks_new += len(self._own) - before
 
+    def rely_on(self, keys: Iterable[Key]) -> None:
+        """Require these blocks and records to be stored still when this commits."""
+        for kind, id in keys:
+            if kind == Kind.BLOCK:
+                self._relied_blocks.add(BlockId(id))
+            else:
+                self._relied_records.add((kind, id))
+
     def rely_on_manifest(self, manifest: Manifest) -> None:
         """Require all blocks and tensor records of a manifest to be stored, or to be part of this.
 
@@ -303,10 +311,12 @@ class Transaction:
         *,
         snapshots: Sequence[SnapshotRecord] = (),
         moves: Sequence[RefMove] = (),
+        lost_parents: AbstractSet[SnapshotId] = frozenset(),
         also: Callable[[IndexTransaction], None] | None = None,
     ) -> None:
         """Publish everything, or raise and publish nothing. Raises Conflict, StorageFailed.
 
+        lost_parents: parents of snapshots from elsewhere that are lost there, too.
         `also` adds rows of its own to the index transaction, none of blocks.
         """
         for snapshot in snapshots:
@@ -314,7 +324,7 @@ class Transaction:
         catalog = self._catalog
         with self._packs.committing() as transaction:
             self._check_relied(transaction)
-            self._check_parents(transaction, snapshots)
+            self._check_parents(transaction, snapshots, lost_parents)
             for pack in self._packs.sealed:
                 catalog.index.insert_pack(transaction, pack)
             self._check_bases(transaction)
@@ -338,12 +348,16 @@ class Transaction:
         _require_unmoved(gone)
 
     def _check_parents(
-        self, transaction: IndexTransaction, snapshots: Sequence[SnapshotRecord]
+        self,
+        transaction: IndexTransaction,
+        snapshots: Sequence[SnapshotRecord],
+        lost: AbstractSet[SnapshotId],
     ) -> None:
         """Raise Conflict if a parent of a snapshot was collected meanwhile."""
         index = self._catalog.index
         own = {snapshot.id() for snapshot in snapshots}
-        parents = {p.snapshot_id() for snapshot in snapshots for p in snapshot.parents} - own
+        parents = {p.snapshot_id() for snapshot in snapshots for p in snapshot.parents}
+        parents -= own | lost
         _require_unmoved(
             [p for p in parents if not index.has_record(transaction, Kind.SNAPSHOT, p)]
         )

@@ -342,7 +342,8 @@ def _made(
     )
     try:
         with layouts.creating(path, catalog.block_size, catalog.config.shared) as layout:
-            catalog.config.save(layout)
+            # They may be a stranger's, and would be trusted as this user's own.
+            replace(catalog.config, remotes=()).save(layout)
             return attempted(catalog, lambda: _Clone(catalog, layout, threads, progress).run())
     except Conflict as error:
         error.advise("name a new directory")

@@ -8,6 +8,7 @@ read now ends the work.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 
 from mstore.blocks.index import Index
@@ -195,26 +196,43 @@ class PackRows:
 
     def is_complete(self, record: SnapshotRecord) -> bool:
         """Return whether everything that a snapshot consists of has its rows."""
+        manifests = self._manifests_of(record)
+        return manifests is not None and all(map(self._has_contents, manifests))
+
+    def _manifests_of(self, record: SnapshotRecord) -> list[ManifestId] | None:
+        """Return the contents that a snapshot needs; None if its plan cannot be read."""
         manifests = [record.manifest_id()]
         plan = record.plan_id()
         if plan is not None and record.is_virtual:
             data = self.record(Kind.PLAN, plan)
             if data is None:
-                return False
+                return None
             manifests += decode(Plan, data, plan.hex()).manifest_ids()
-        return all(self._has_contents(manifest) for manifest in manifests)
+        return manifests
+
+    def tensors_of(self, records: Iterable[SnapshotRecord]) -> set[bytes]:
+        """Return the tensors of these snapshots, as far as their manifests can be read."""
+        manifests = {id for one in records for id in self._manifests_of(one) or ()}
+        found: set[bytes] = set()
+        for id in manifests:
+            data = self.record(Kind.MANIFEST, id)
+            if data is not None:
+                files = decode(Manifest, data, id.hex()).files
+                found.update(part.tensor for file in files for part in file.parts)
+        return found
 
     def _has_contents(self, id: ManifestId) -> bool:
         if id not in self._manifests:
             data = self.record(Kind.MANIFEST, id)
             self._manifests[id] = data is not None and all(
-                self._has_tensor(part.tensor_id())
+                self.has_tensor(part.tensor_id())
                 for file in decode(Manifest, data, id.hex()).files
                 for part in file.parts
             )
         return self._manifests[id]
 
-    def _has_tensor(self, id: TensorId) -> bool:
+    def has_tensor(self, id: TensorId) -> bool:
+        """Return whether a tensor has its rows: its own, and those of all its blocks."""
         if id not in self._whole:
             data = self.record(Kind.TENSOR, id)
             if data is None:

@@ -10,7 +10,8 @@ the memo table are functions of contents and stay; remembered requests are dropp
 A snapshot in the packs that no ref leads to is one of three cases. If the old index named its packs
 but not the snapshot, it was collected, and is left out. If it is complete, it is unknown whether a
 ref ever named it: it gets a branch `recovered/...`, which protects it from the next garbage
-collection. If it is incomplete, it counts as pruned. Packs in lost+found/ are taken back first.
+collection. If it is incomplete, it counts as pruned, and tensors that only it has are left out
+where blocks of them are missing. Packs in lost+found/ are taken back first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,18 +34,18 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, NamedSnapshot, PlanInputs
+from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, PlanInputs
 from mstore.snapshots import notes
-from mstore.store import leases, listing, memo, mirror, pack_list, refs, unnamed_packs
+from mstore.store import leases, listing, memo, mirror, pack_list, plans, refs, unnamed_packs
 from mstore.store.catalog import now_ns
 from mstore.store.config import Config
 from mstore.store.layout import Layout, locate, require_local, require_writable
 from mstore.store.objects.canonical import decode
 from mstore.store.objects.note import Note
-from mstore.store.objects.snapshot import BASE, COMPANION, EXPERT, SnapshotRecord
+from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.refs import refs_in
 from mstore.terms.errors import Conflict, Corrupt, MstoreError
-from mstore.terms.ids import Buffer, PackId, PlanId, SnapshotId
+from mstore.terms.ids import Buffer, PackId, PlanId, SnapshotId, TensorId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.check import index_file, pack_rows
@@ -287,6 +288,7 @@ class _Building:
         names.update(recovered)
         self._plans(snapshots, names)
         pruned = self._pruned(snapshots, names)
+        self._drop_partial_tensors([snapshots[id] for id in snapshots.keys() - pruned])
         with self._index.env.read() as transaction:
             blocks, records = (
                 self._index.count(transaction, name) for name in ("blocks", "records")
@@ -297,7 +299,7 @@ class _Building:
             records=records,
             snapshots=len(snapshots),
             refs=len(names),
-            pruned=pruned,
+            pruned=len(pruned),
             old_index=bool(self._old.refs or self._old.reflog),
             reflog_moves=len(self._old.reflog),
             index_bytes=0,
@@ -447,17 +449,10 @@ class _Building:
         ordered = sorted(names.items(), key=lambda item: (item[1].kind == refs.BRANCH, item[0]))
         called = {ref.snapshot_id(): name for name, ref in ordered}
         derived: dict[PlanId, PlanInputs] = {}
-
-        def source(snapshot: bytes) -> NamedSnapshot:
-            id = SnapshotId(snapshot)
-            return NamedSnapshot(bytes(id), called.get(id, id.short))
-
         for record in snapshots.values():
-            plan = record.plan_id()
-            bases = [p.snapshot for p in record.parents if p.role == BASE]
-            experts = [p.snapshot for p in record.parents if p.role in (EXPERT, COMPANION)]
-            if plan is not None and len(bases) == 1:
-                derived[plan] = PlanInputs(source(bases[0]), tuple(map(source, experts)))
+            plan, sources = record.plan_id(), plans.named(record, called)
+            if plan is not None and sources is not None:
+                derived[plan] = sources
         index, told = self._index, self._old.plans
         with index.env.write() as transaction:
             for plan, sources in {**derived, **told}.items():
@@ -468,7 +463,7 @@ class _Building:
 
     def _pruned(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
-    ) -> int:
+    ) -> set[SnapshotId]:
         """Mark pruned snapshots (of the old index, or without contents) and pinned ones."""
         named = {ref.snapshot_id() for ref in names.values()}
         now = now_ns()
@@ -488,4 +483,19 @@ class _Building:
                 # The newest copies of its blocks are raw.
                 if id in snapshots:
                     self._index.put(transaction, PINNED, id, time_ns)
-        return len(pruned)
+        return set(pruned)
+
+    def _drop_partial_tensors(self, kept: Iterable[SnapshotRecord]) -> None:
+        """Drop tensors without all their blocks that no snapshot with its contents has.
+
+        A pack that came whole from a remote may hold such records, of snapshots that did not come.
+        Of a stored tensor everybody expects all blocks.
+        """
+        needed = self._packs.tensors_of(kept)
+        with self._index.env.read() as transaction:
+            others = set(self._index.record_ids(transaction, Kind.TENSOR)) - needed
+        partial = [id for id in sorted(others) if not self._packs.has_tensor(TensorId(id))]
+        if partial:
+            with self._index.env.write() as transaction:
+                for id in partial:
+                    self._index.delete_row(transaction, (Kind.TENSOR, id))
