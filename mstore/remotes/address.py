@@ -128,9 +128,14 @@ def _read(url: str) -> tuple[SplitResult, str] | None:
     return None
 
 
-def server(config: RemoteConfig) -> str:
-    """Return the server that the settings of a remote name; empty if it is the provider's own."""
-    return server_of(config.url) if is_web(config.url) else config.endpoint
+def web_server(url: str) -> str:
+    """Return the server of an address, to which a token may go; empty: it is no web server's."""
+    return server_of(url) if is_web(url) else ""
+
+
+def is_read_only(url: str) -> bool:
+    """Return whether nothing can be pushed to an address."""
+    return is_web(url) or url.startswith(bundle.SCHEME)
 
 
 def opened(config: RemoteConfig, endpoints: Collection[str], token: str = "") -> Objects:

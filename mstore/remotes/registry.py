@@ -258,7 +258,7 @@ def clone(
     """Make a store with all that a remote has; see `Store.clone`."""
     began = time.monotonic()
     config = address.checked(RemoteConfig(ORIGIN, url, endpoint, region))
-    objects = address.opened(config, {address.server(config)}, token)
+    objects = address.opened(config, {config.endpoint, address.web_server(config.url)}, token)
     with closing(limited(objects, limit_rate)) as objects:
         size = _block_size(objects)
         fs.require_empty(destination)

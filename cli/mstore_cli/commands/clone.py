@@ -21,7 +21,7 @@ from mstore_cli.options import (
     parse_path,
 )
 from mstore_cli.output import Screen, near
-from mstore_cli.session import Session
+from mstore_cli.session import Session, token
 from mstore_cli.sizes import counted, format_seconds, format_size
 
 
@@ -42,7 +42,8 @@ def clone(
         str,
         Argument(
             metavar="SRC",
-            help="A store, a backup, or the address of a remote: s3://..., file:///...",
+            help="A store, a backup, or the address of a remote: s3://..., file:///..., "
+            "bundle:FILE, http://HOST/remote.",
             type=_word,
             shell_complete=completion.files,
         ),
@@ -61,7 +62,8 @@ def clone(
     every block is checked. Statistics, the memo table and remotes are not copied.
 
     From the address of a remote come its branches, its tags and what they need. The new store knows
-    the remote as origin. --endpoint, --region, --jobs and --limit-rate are for that.
+    the remote as origin. --endpoint, --region, --jobs and --limit-rate are for that. A web server
+    gets the token in the variable MSTORE_TOKEN, if you have one.
     """
     given = session.given_store
     if given is not None and given.absolute() != Path(source).absolute():
@@ -75,13 +77,13 @@ def clone(
             destination,
             endpoint=endpoint or "",
             region=region or "",
+            token=token(),
             threads=threads,
             jobs=jobs,
             limit_rate=rate_of(limit_rate),
             progress=tick,
         )
-        if endpoint:
-            session.trust(endpoint)
+        session.trust(source, endpoint or "")
         session.settled()
 
     def human(screen: Screen) -> None:
