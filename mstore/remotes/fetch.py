@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -28,11 +29,10 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Location
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import NO_BASE, Kind, PackEntry, SealedPack, read_footer
-from mstore.blocks.reader import BlockReader, located
+from mstore.blocks.reader import BlockReader, decoded, located, verify
 from mstore.blocks.schema import NOTES, PRUNED
 from mstore.remotes.layout import pack_name
 from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor
-from mstore.remotes.objects import PIECE_BYTES
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.records import PackSpan, RemoteRecords, lacks, spans
 from mstore.remotes.state import Remote, RemoteState
@@ -51,6 +51,8 @@ from mstore.upkeep.check.findings import typed_id
 
 _WHOLE: Final = 0.5
 """A pack of which this share is needed is downloaded whole."""
+PIECE_BYTES: Final = 4 << 20
+"""Bytes of one request for a part of a pack; each job has two such in memory."""
 _MOST_THREADS: Final = 16
 
 
@@ -284,6 +286,7 @@ class _Arrival:
         self._restate: set[bytes] = set()
         self._files: dict[PackId, Path] = {}
         self._rows: dict[Key, Location] = {}
+        self._proved: set[Key] = set()
 
     def run(self) -> None:
         """Download, prove, hand to the transaction. Raises Corrupt, Unavailable."""
@@ -307,12 +310,17 @@ class _Arrival:
         tick = self._fetch.ticker(total)
         sealed: list[SealedPack] = []
         with ThreadPoolExecutor(self._fetch.jobs, "fetch") as pool:
-            sealed += [
-                self._whole(pool, pack, rows[pack].size, by_pack[pack], tick) for pack in whole
-            ]
+            if whole:
+                sealed += self._wholes(pool, {pack: by_pack[pack] for pack in whole}, tick)
             if ranged:
                 sealed += self._parts(pool, {pack: by_pack[pack] for pack in ranged}, tick)
-        self._prove(sealed)
+        try:
+            self._prove(sealed)
+        except Corrupt:
+            # Or the next fetch would find the same bytes here, whatever the remote has by then.
+            for pack in whole:
+                fs.unlink(self._files[pack], missing_ok=True)
+            raise
         for one in sealed:
             kept = tuple(e for e in one.entries if (e.kind, e.id) not in self._restated_keys())
             self._transaction.receive(msgspec.structs.replace(one, entries=kept))
@@ -358,67 +366,80 @@ class _Arrival:
 
     # -- downloading -------------------------------------------------------------------------
 
-    def _whole(
+    def _wholes(
         self,
         pool: ThreadPoolExecutor,
-        pack: PackId,
-        size: int,
-        needed: Sequence[tuple[Key, Location]],
+        by_pack: dict[PackId, list[tuple[Key, Location]]],
         tick: ProgressCounter,
-    ) -> SealedPack:
-        """Download a pack, unless an earlier fetch did."""
+    ) -> list[SealedPack]:
+        """Download packs, unless an earlier fetch did: all pieces in one row, written in order."""
         directory = self._remote.directory / "incoming"
         fs.make_directories(directory)
-        path = directory / f"{pack.hex()}.pack"
-        if not self._is_pack(path, pack):
-            self._download(pool, pack, size, path, tick)
-            if not self._is_pack(path, pack):
-                fs.unlink(path, missing_ok=True)
-                raise Corrupt(
-                    "the pack does not match its name",
-                    where=f"{self._remote.where}/{pack_name(pack)}",
-                )
-        self._files[pack] = path
+        sizes = {pack: self._state.packs()[pack].size for pack in by_pack}
+        self._files |= {pack: directory / f"{pack.hex()}.pack" for pack in by_pack}
+        lacking = [pack for pack in by_pack if not _is_pack(self._files[pack], pack)]
+        asked = (one for pack in lacking for one in pieces(pack, sizes[pack], by_pack[pack]))
+        file: fs.NewFile | None = None
+        jobs = self._fetch.jobs
+        try:
+            for (pack, span), (data, sound) in in_order(
+                lambda one: pool.submit(self._piece, *one), asked, ahead=jobs
+            ):
+                path = self._files[pack]
+                if file is None:
+                    part = path.with_suffix(".part")
+                    fs.unlink(part, missing_ok=True)
+                    file = fs.NewFile(part)
+                # By one thread: several would wait for each other at the file.
+                file.write_at(span.start, data)
+                file.begin_writing_back(span.start, len(data))
+                self._proved.update(sound)
+                tick(len(data))
+                if span.end == sizes[pack]:
+                    file.protect()
+                    file.sync()
+                    file.close()
+                    fs.rename(file.path, path)
+                    file = None
+                    self._require_pack(path, pack)
+        except BaseException:
+            if file is not None:
+                file.abandon()
+            raise
+        return [self._sealed(pack, sizes[pack], needed) for pack, needed in by_pack.items()]
+
+    def _piece(self, pack: PackId, span: PackSpan) -> tuple[Buffer, list[Key]]:
+        """Read a part of a pack; return which blocks in it need no look any more."""
+        name = pack_name(pack)
+        [data] = self._remote.objects.read_each(name, [(span.start, span.end - span.start)])
+        view, most = memoryview(data), self._catalog.block_size
+        sound = []
+        for key, at in span.entries:
+            # The others are proved later: a base may come later, too.
+            if key[0] == Kind.BLOCK and at.base == NO_BASE and at.raw_length <= most:
+                start = at.offset - span.start
+                id = BlockId(key[1])
+                verify(id, at, decoded(id, at, view[start : start + at.stored_length]))
+                sound.append(key)
+        return data, sound
+
+    def _require_pack(self, path: Path, pack: PackId) -> None:
+        if not _is_pack(path, pack):
+            fs.unlink(path, missing_ok=True)
+            raise Corrupt(
+                "the pack does not match its name",
+                where=f"{self._remote.where}/{pack_name(pack)}",
+            )
+
+    def _sealed(
+        self, pack: PackId, size: int, needed: Sequence[tuple[Key, Location]]
+    ) -> SealedPack:
+        path = self._files[pack]
         wanted = {(int(kind), id) for (kind, id), _ in needed}
         entries = tuple(e for e in read_footer(path).entries if (e.kind, e.id) in wanted)
         if len(entries) != len(wanted):
             raise Corrupt("the pack lacks what its table has", where=self._remote.where)
         return SealedPack(pack, path, size, entries)
-
-    @staticmethod
-    def _is_pack(path: Path, pack: PackId) -> bool:
-        try:
-            return read_footer(path).id == pack
-        except Corrupt:
-            return False
-
-    def _download(
-        self, pool: ThreadPoolExecutor, pack: PackId, size: int, path: Path, tick: ProgressCounter
-    ) -> None:
-        part = path.with_suffix(".part")
-        fs.unlink(part, missing_ok=True)
-        file = fs.NewFile(part)
-        name = pack_name(pack)
-
-        def bring(at: int) -> int:
-            length = min(PIECE_BYTES, size - at)
-            [data] = self._remote.objects.read_each(name, [(at, length)])
-            file.write_at(at, data)
-            file.begin_writing_back(at, length)
-            return length
-
-        try:
-            offsets = range(0, size, PIECE_BYTES)
-            jobs = self._fetch.jobs
-            for _, length in in_order(lambda at: pool.submit(bring, at), offsets, ahead=jobs):
-                tick(length)
-            file.protect()
-            file.sync()
-            file.close()
-            fs.rename(part, path)
-        except BaseException:
-            file.abandon()
-            raise
 
     def _parts(
         self,
@@ -451,10 +472,14 @@ class _Arrival:
     # -- proving -----------------------------------------------------------------------------
 
     def _prove(self, sealed: Sequence[SealedPack]) -> None:
-        """Read, decode and hash everything that came."""
+        """Read, decode and hash what came, but for what was looked at on its way."""
+        waiting: list[PackEntry] = []
         for one in sealed:
             for entry in one.entries:
-                self._rows[Kind(entry.kind), entry.id] = located(one.id, entry)
+                key = Kind(entry.kind), entry.id
+                self._rows[key] = located(one.id, entry)
+                if key not in self._proved:
+                    waiting.append(entry)
         with (
             closing(PackFiles(self._catalog.layout.packs, elsewhere=self._files)) as files,
             ThreadPoolExecutor(_threads(), "prove") as pool,
@@ -465,11 +490,7 @@ class _Arrival:
                 for entry in some:
                     self._checked(reader, typed_id(Kind(entry.kind), entry.id))
 
-            groups = (
-                one.entries[start : start + 16]
-                for one in sealed
-                for start in range(0, len(one.entries), 16)
-            )
+            groups = (waiting[start : start + 16] for start in range(0, len(waiting), 16))
             for _ in in_order(lambda some: pool.submit(check, some), groups, ahead=2 * _threads()):
                 pass
 
@@ -511,6 +532,33 @@ def _kinds() -> dict[type[Id], Kind]:
 
 
 _KINDS: Final = _kinds()
+
+
+def _is_pack(path: Path, pack: PackId) -> bool:
+    try:
+        return read_footer(path).id == pack
+    except Corrupt:
+        return False
+
+
+def pieces(
+    pack: PackId, size: int, needed: Sequence[tuple[Key, Location]]
+) -> Iterator[tuple[PackId, PackSpan]]:
+    """Cut a pack into pieces of at most `PIECE_BYTES`, where that cuts no payload if it can.
+
+    Each has those of the needed payloads that lie in it whole.
+    """
+    entries = sorted(needed, key=lambda one: one[1].offset)
+    ends = [at.offset + at.stored_length for _, at in entries]
+    start = first = 0
+    while start < size:
+        stop = min(start + PIECE_BYTES, size)
+        last = bisect_right(ends, stop, first)
+        if last < len(entries) and start < entries[last][1].offset < stop:
+            stop = entries[last][1].offset
+        inside = tuple(one for one in entries[first:last] if one[1].offset >= start)
+        yield pack, PackSpan(start, stop, inside)
+        start, first = stop, last
 
 
 def _threads() -> int:
