@@ -12,6 +12,7 @@ that was killed goes on there. A pull also moves branches, if that is a fast-for
 from __future__ import annotations
 
 import os
+import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict
@@ -52,7 +53,7 @@ from mstore.upkeep.check.findings import typed_id
 _WHOLE: Final = 0.5
 """A pack of which this share is needed is downloaded whole."""
 PIECE_BYTES: Final = 4 << 20
-"""Bytes of one request for a part of a pack; each job has two such in memory."""
+"""Bytes of one request for a part of a pack; a job may have two such in memory."""
 _MOST_THREADS: Final = 16
 
 
@@ -265,6 +266,36 @@ class Fetch:
         self._received += received
 
 
+class _Coming:
+    """A pack that is being downloaded, as a file beside its place."""
+
+    def __init__(self, pack: PackId, path: Path) -> None:
+        self.pack = pack
+        self.path = path
+        part = path.with_suffix(".part")
+        fs.unlink(part, missing_ok=True)
+        self.file = fs.NewFile(part)
+        self._lock = threading.Lock()
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write a part; from any thread."""
+        # The kernel lets one thread write to a file, and those that wait for it spin.
+        with self._lock:
+            self.file.write_at(offset, data)
+            self.file.begin_writing_back(offset, len(data))
+
+    def land(self) -> None:
+        """Sync it and give it its name. Raises StorageFailed; then it is gone."""
+        try:
+            self.file.protect()
+            self.file.sync()
+            self.file.close()
+            fs.rename(self.file.path, self.path)
+        except BaseException:
+            self.file.abandon()
+            raise
+
+
 class _Arrival:
     """What is downloaded for one transaction: packs, and parts of packs."""
 
@@ -372,45 +403,41 @@ class _Arrival:
         by_pack: dict[PackId, list[tuple[Key, Location]]],
         tick: ProgressCounter,
     ) -> list[SealedPack]:
-        """Download packs, unless an earlier fetch did: all pieces in one row, written in order."""
+        """Download packs, unless an earlier fetch did: the pieces of all in one row."""
         directory = self._remote.directory / "incoming"
         fs.make_directories(directory)
         sizes = {pack: self._state.packs()[pack].size for pack in by_pack}
         self._files |= {pack: directory / f"{pack.hex()}.pack" for pack in by_pack}
         lacking = [pack for pack in by_pack if not _is_pack(self._files[pack], pack)]
-        asked = (one for pack in lacking for one in pieces(pack, sizes[pack], by_pack[pack]))
-        file: fs.NewFile | None = None
+        coming: dict[PackId, _Coming] = {}
+
+        def asked() -> Iterator[tuple[_Coming, PackSpan]]:
+            for pack in lacking:
+                one = coming[pack] = _Coming(pack, self._files[pack])
+                for span in pieces(sizes[pack], by_pack[pack]):
+                    yield one, span
+
         jobs = self._fetch.jobs
         try:
-            for (pack, span), (data, sound) in in_order(
-                lambda one: pool.submit(self._piece, *one), asked, ahead=jobs
-            ):
-                path = self._files[pack]
-                if file is None:
-                    part = path.with_suffix(".part")
-                    fs.unlink(part, missing_ok=True)
-                    file = fs.NewFile(part)
-                # By one thread: several would wait for each other at the file.
-                file.write_at(span.start, data)
-                file.begin_writing_back(span.start, len(data))
-                self._proved.update(sound)
-                tick(len(data))
-                if span.end == sizes[pack]:
-                    file.protect()
-                    file.sync()
-                    file.close()
-                    fs.rename(file.path, path)
-                    file = None
-                    self._require_pack(path, pack)
+            with closing(
+                in_order(lambda one: pool.submit(self._piece, *one), asked(), ahead=jobs)
+            ) as done:
+                for (one, span), sound in done:
+                    self._proved.update(sound)
+                    tick(span.end - span.start)
+                    if span.end == sizes[one.pack]:
+                        del coming[one.pack]
+                        one.land()
+                        self._require_pack(one.path, one.pack)
         except BaseException:
-            if file is not None:
-                file.abandon()
+            for one in coming.values():
+                one.file.abandon()
             raise
         return [self._sealed(pack, sizes[pack], needed) for pack, needed in by_pack.items()]
 
-    def _piece(self, pack: PackId, span: PackSpan) -> tuple[Buffer, list[Key]]:
-        """Read a part of a pack; return which blocks in it need no look any more."""
-        name = pack_name(pack)
+    def _piece(self, one: _Coming, span: PackSpan) -> list[Key]:
+        """Bring a part of a pack; return which blocks in it need no look any more."""
+        name = pack_name(one.pack)
         [data] = self._remote.objects.read_each(name, [(span.start, span.end - span.start)])
         view, most = memoryview(data), self._catalog.block_size
         sound = []
@@ -421,7 +448,9 @@ class _Arrival:
                 id = BlockId(key[1])
                 verify(id, at, decoded(id, at, view[start : start + at.stored_length]))
                 sound.append(key)
-        return data, sound
+        # At once, while the processor's cache has it.
+        one.write(span.start, view)
+        return sound
 
     def _require_pack(self, path: Path, pack: PackId) -> None:
         if not _is_pack(path, pack):
@@ -541,9 +570,7 @@ def _is_pack(path: Path, pack: PackId) -> bool:
         return False
 
 
-def pieces(
-    pack: PackId, size: int, needed: Sequence[tuple[Key, Location]]
-) -> Iterator[tuple[PackId, PackSpan]]:
+def pieces(size: int, needed: Sequence[tuple[Key, Location]]) -> Iterator[PackSpan]:
     """Cut a pack into pieces of at most `PIECE_BYTES`, where that cuts no payload if it can.
 
     Each has those of the needed payloads that lie in it whole.
@@ -557,7 +584,7 @@ def pieces(
         if last < len(entries) and start < entries[last][1].offset < stop:
             stop = entries[last][1].offset
         inside = tuple(one for one in entries[first:last] if one[1].offset >= start)
-        yield pack, PackSpan(start, stop, inside)
+        yield PackSpan(start, stop, inside)
         start, first = stop, last
 
 
