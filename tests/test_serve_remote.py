@@ -338,10 +338,10 @@ def test_a_root_leads_to_what_it_names_whatever_gc_does(
     assert state_of(remote, tmp_path / "z").root.generation >= now.root.generation
 
 
-def test_views_that_nobody_reads_go(
+def test_states_that_nobody_reads_go(
     store: Store, remote: StoreRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A view stays while it is read, though another one replaced it, and for a day at most; there
+    """A state stays while it is read, though another one replaced it, and for a day at most; there
     are few at a time."""
 
     def count() -> int:
@@ -359,7 +359,7 @@ def test_views_that_nobody_reads_go(
     monkeypatch.setattr(store_remote, "LONGEST_SECONDS", 0)
     remote.tidy()
     assert count() == 1
-    monkeypatch.setattr(store_remote, "MOST_VIEWS", 2)
+    monkeypatch.setattr(store_remote, "MOST_STATES", 2)
     for number in range(5):
         store.note("new", {"a": number + 2})
         remote.read_root()

@@ -297,7 +297,8 @@ class Push:
             if old is None and new is None:
                 there = [one for one, known in before.items() if known.snapshot is not None]
                 what = f"{self._remote.name} has no such ref"
-                raise NotFound(what, where=name, hint=did_you_mean(name, there))
+                shown = call("remote_contents", self._remote.name)
+                raise NotFound(what, where=name, hint=did_you_mean(name, there, shown))
             if old == new:
                 continue
             if row is not None and old is not None and ref is not None:
@@ -495,7 +496,8 @@ def refs_to_send(catalog: Catalog, names: Sequence[str]) -> dict[str, refs.Ref]:
         for name in refs.chosen((one for one, _ in known.walk()), names):
             ref = known.require(name)
             if ref.kind not in (refs.BRANCH, refs.TAG):
-                raise BadRequest(f"is a {ref.kind}: only branches and tags are pushed", where=name)
+                what = f"is a {ref.kind} ref: only branches and tags are pushed"
+                raise BadRequest(what, where=name, hint=call("reset", "NAME", name))
             found[name] = ref
     return found
 
