@@ -62,7 +62,7 @@ class Exchanging(OpenStore):
 
         url: s3://, gs://, az:// or file:///; or, to read only, bundle:FILE or http(s)://, which is
         what `mstore serve` has below /remote/. endpoint: the server, where the provider's own is
-        not meant. Credentials come from the environment and the usual profiles.
+        not meant. Credentials come from the environment.
 
         Raises BadName, BadRequest (an address with a password or signature, say), Conflict (there
         is a remote of this name).
