@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mstore.api.open_store import OpenStore, local_path, thread_count
+from mstore.api.open_store import OpenStore, job_count, local_path, thread_count
 
 if TYPE_CHECKING:
     from mstore.remotes.bundling import BundleReport
@@ -134,7 +134,7 @@ class Exchanging(OpenStore):
         from mstore.remotes.check import RemoteCheck
 
         with self._remote(name) as remote:
-            return RemoteCheck(self._catalog, remote, jobs=jobs, progress=progress).run(
+            return RemoteCheck(self._catalog, remote, jobs=job_count(jobs), progress=progress).run(
                 read_data=read_data
             )
 
@@ -187,7 +187,7 @@ class Exchanging(OpenStore):
                 delete=delete,
                 contents_of_ancestors=ancestors,
                 force_with_lease=force_with_lease,
-                jobs=jobs,
+                jobs=job_count(jobs),
                 progress=progress,
             ).run(dry_run=dry_run)
 
@@ -283,7 +283,9 @@ class Exchanging(OpenStore):
         """
         from mstore.remotes.copying import copy_refs
 
-        return copy_refs(self._catalog, local_path(destination), refs, jobs=jobs, progress=progress)
+        return copy_refs(
+            self._catalog, local_path(destination), refs, jobs=job_count(jobs), progress=progress
+        )
 
     @staticmethod
     def clone(
@@ -321,7 +323,7 @@ class Exchanging(OpenStore):
                 endpoint=endpoint,
                 region=region,
                 token=token,
-                jobs=jobs,
+                jobs=job_count(jobs),
                 limit_rate=limit_rate,
                 progress=progress,
             )
@@ -356,5 +358,5 @@ class Exchanging(OpenStore):
 
         with self._remote(name, limit_rate) as remote:
             return Fetch(
-                self._catalog, remote, refs, pulls=pulls, jobs=jobs, progress=progress
+                self._catalog, remote, refs, pulls=pulls, jobs=job_count(jobs), progress=progress
             ).run()

@@ -461,8 +461,6 @@ class Push:
             row = state.snapshot(id)
             home = None if row is None else state.packs().get(row.pack)
             if row is None or home is None or not home.is_there or is_whole > row.is_whole:
-                # A snapshot that is whole there stays so.
-                is_whole = is_whole or (row is not None and row.is_whole)
                 changes.put("snapshots", SnapshotRow(bytes(id), bytes(pack), is_whole))
         known = state.rows("notes")
         for snapshot, note in self.needs.notes:
