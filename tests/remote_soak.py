@@ -35,7 +35,7 @@ from mstore.terms.errors import Conflict
 WORKERS = 8
 SHARED = ("shared/a", "shared/b")
 SEEDS = 3
-DEADLINE = 120
+DEADLINE = 300
 """Seconds that one call may take before it counts as stuck, on cores that are much too busy."""
 LEAST = 8
 """Calls of a worker, however short the time is: a busy machine skips no kind of call."""

@@ -121,6 +121,7 @@ class Push:
             contents_of_ancestors=contents_of_ancestors,
         )
         self._sent: dict[PackId, _Sent] = {}
+        self._tables: set[TableId] = set()
         self._at: dict[Key, PackId] = {}
         self._blocks = self._packs = self._bytes = 0
 
@@ -390,11 +391,14 @@ class Push:
                 changes.put("notes", NoteRow(bytes(snapshot), bytes(note), bytes(pack)))
 
     def _pack_rows(self, state: RemoteState, changes: Changes, needed: set[PackId]) -> None:
-        new = [self._sent[pack] for pack in needed if pack in self._sent]
+        # In one order, so that another attempt makes the same object.
+        new = [self._sent[pack] for pack in sorted(needed) if pack in self._sent]
         if new:
             data = b"".join(one.table for one in new)
             table = TableId.of(data)
-            self._remote.objects.put_bytes(f"tables/{table}", data)
+            if table not in self._tables:
+                self._remote.objects.put_bytes(f"tables/{table}", data)
+                self._tables.add(table)
             offset = 0
             for one in new:
                 count = len(table_entries(one.pack, one.table, ""))
