@@ -89,24 +89,24 @@ class Place:
             changes.put(kind, row)
         remote.change(remote.state(), changes)
 
-    def forge(self, kind: str, made: list[Any], **named: Any) -> None:
+    def forge(self, kind: str, rows: list[Any], lies: dict[str, Any] | None = None) -> None:
         """Put a list with these rows, whatever they are, in the place of all lists of the kind."""
         got = self.objects().read_root()
         assert got is not None
         root, stamp = json.loads(got[0])["mstore-remote"], got[1]
-        id, data = encode_list(kind, made)
-        made_for = root["generation"] + 1
-        self.objects().put_bytes(f"lists/{made_for:016x}-{id}", data)
-        first = made[0].key.hex() if made else ""
+        id, data = encode_list(kind, rows)
+        made = root["generation"] + 1
+        self.objects().put_bytes(f"lists/{made:016x}-{id}", data)
+        first = rows[0].key.hex() if rows else ""
         one = {
             "kind": kind,
             "id": str(id),
             "first": first,
-            "rows": len(made),
+            "rows": len(rows),
             "size": len(data),
-            "made": made_for,
+            "made": made,
         }
-        root["lists"] = [old for old in root["lists"] if old["kind"] != kind] + [one | named]
+        root["lists"] = [old for old in root["lists"] if old["kind"] != kind] + [one | (lies or {})]
         self.put_root(root, stamp)
 
     def put_root(self, root: dict[str, Any], before: RootStamp) -> None:
@@ -139,6 +139,12 @@ def files(store: Store, revision: str | SnapshotId) -> Files:
     """All bytes of a snapshot, read through its blocks."""
     view = store.view(revision)
     return {path: b"".join(view.stream(path)) for path in view.files}
+
+
+def refs(store: Store, *kinds: str) -> dict[str, SnapshotId]:
+    """The refs of these kinds, or all."""
+    found = store._catalog.refs().items()
+    return {name: ref.snapshot_id() for name, ref in found if ref.kind in kinds or not kinds}
 
 
 def sound(store: Store) -> None:

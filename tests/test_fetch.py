@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from exchanges import REMOTE, Place, files, merged, place, sound
+from exchanges import REMOTE, Place, files, merged, place, refs, sound
 from proof_models import model_files
 
 from mstore.api import Store
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import HEADER_BYTES, Kind, PackWriter
-from mstore.remotes import outgoing
+from mstore.remotes import arrival, outgoing
 from mstore.remotes.layout import (
     MOST_LIST_BYTES,
     NoteRow,
@@ -28,7 +28,10 @@ from mstore.remotes.layout import (
     TableId,
     table_name,
 )
+from mstore.remotes.needs import gather, is_ancestor
 from mstore.remotes.shared_directory import SharedDirectory
+from mstore.store import contents
+from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.note import VALUE, Note, packed
 from mstore.store.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.terms.errors import (
@@ -43,12 +46,6 @@ from mstore.terms.errors import (
 from mstore.terms.ids import BlockId, PackId, SnapshotId
 
 __all__ = ["place"]
-
-
-def refs(store: Store, *kinds: str) -> dict[str, SnapshotId]:
-    """The refs of these kinds, or all."""
-    found = [store.ref(name) for name in store.ref_ids()]
-    return {one.name: one.snapshot for one in found if one.kind in kinds or not kinds}
 
 
 @pytest.fixture
@@ -258,6 +255,36 @@ def test_a_pack_that_is_condemned_here(place: Place) -> None:
     assert before
     keep.fetch(REMOTE)
     sound(keep)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_gc_meanwhile(place: Place, monkeypatch: pytest.MonkeyPatch, *, hold: bool) -> None:
+    """What a fetch found here, and gc removed before it published, is not published without."""
+    a, b = place.store("a"), place.store("b")
+    place.add(a, "base", 1)
+    a.push(REMOTE, every=True)
+    place.add(b, "own", 1)
+    b.remove("own")
+    with Store.open(place.path / "b") as other:
+        run = arrival.Arrival.run
+
+        def late(self: arrival.Arrival) -> None:
+            run(self)
+            other.gc(reflog_days=0)
+
+        monkeypatch.setattr(arrival.Arrival, "run", late)
+        if hold:
+            # A reader of the contents: gc keeps them, and the fetch goes through.
+            with contents.held(other._catalog, other._catalog.snapshot_ids()):
+                b.fetch(REMOTE)
+        else:
+            with pytest.raises(Conflict, match="run the command again"):
+                b.fetch(REMOTE)
+            assert not refs(b)
+    monkeypatch.undo()
+    b.fetch(REMOTE)
+    assert files(b, "origin/base") == model_files(1)
+    sound(b)
 
 
 def test_upkeep(place: Place) -> None:
@@ -595,7 +622,7 @@ def rows(place: Place, kind: str) -> list[Any]:
     return list(place.state().rows(kind).values())
 
 
-def refused(place: Place, error: type[MstoreError], match: str) -> None:
+def refused(place: Place, error: type[MstoreError], match: str = ".") -> None:
     """A fetch and a push raise this, and nothing of it is here."""
     b = place.store(f"refused{len(list(place.path.iterdir()))}")
     with pytest.raises(error, match=match):
@@ -614,7 +641,7 @@ def test_hostile_names(place: Place, name: str) -> None:
     a.push(REMOTE, every=True)
     [row] = rows(place, "refs")
     place.forge("refs", [msgspec.structs.replace(row, name=name)])
-    refused(place, BadName, "")
+    refused(place, BadName)
 
 
 def test_hostile_refs(place: Place) -> None:
@@ -639,15 +666,15 @@ def test_hostile_lists(place: Place) -> None:
     row = rows(place, "refs")[0]
     other = msgspec.structs.replace(row, name="a")
     for bad in ({"rows": 2}, {"rows": 0}, {"rows": 1 << 40}, {"size": MOST_LIST_BYTES + 1}):
-        place.forge("refs", [row], **bad)
+        place.forge("refs", [row], bad)
         refused(place, Corrupt, "list|root")
-    place.forge("refs", [row], size=MOST_LIST_BYTES)
+    place.forge("refs", [row], {"size": MOST_LIST_BYTES})
     refused(place, Corrupt, "shorter")
     place.forge("refs", [row, other])
     refused(place, Corrupt, "not what the root says")
-    place.forge("refs", [row], first="00")
+    place.forge("refs", [row], {"first": "00"})
     refused(place, Corrupt, "not what the root says")
-    place.forge("refs", [row], id="../../etc/passwd")
+    place.forge("refs", [row], {"id": "../../etc/passwd"})
     refused(place, Corrupt, "not the root")
 
 
@@ -674,7 +701,7 @@ def test_hostile_roots(place: Place, change: dict[str, Any]) -> None:
     data = msgspec.json.encode({"mstore-remote": root})
     place.objects().swap_root(data, state.stamp)
     wanted = Incompatible if "version" in change else Corrupt
-    refused(place, wanted, "")
+    refused(place, wanted)
     with pytest.raises(wanted):
         Store.clone(place.url, place.path / "clone")
     assert not (place.path / "clone").exists()
@@ -691,17 +718,10 @@ def hostile_pack(place: Place, change: Callable[[PackWriter], None]) -> PackRow:
     objects, id = place.objects(), TableId.of(table)
     name = sealed.id.hex()
     objects.put_bytes(f"packs/{name[:2]}/{name}.pack", data)
-    objects.put_bytes(table_name(0, id), table)
+    objects.put_bytes(table_name(1, id), table)
+    count = len(sealed.entries)
     return PackRow(
-        id=bytes(sealed.id),
-        size=len(data),
-        state=PackState.LIVE,
-        time_ns=0,
-        entries=len(sealed.entries),
-        made=0,
-        table=bytes(id),
-        offset=0,
-        length=len(table),
+        bytes(sealed.id), len(data), PackState.LIVE, 0, count, 1, bytes(id), 0, len(table)
     )
 
 
@@ -774,7 +794,7 @@ def test_hostile_records(place: Place) -> None:
         msgspec.structs.replace(record, plan=bytes(PlanId.of(bad)), coverage=None),
         (PlanId.of(bad), Kind.PLAN, bad),
     )
-    refused(place, Corrupt, "")
+    refused(place, Corrupt)
     # A parent that nobody has ends the history there.
     with_snapshot(msgspec.structs.replace(record, parents=(Parent(PREVIOUS, b"\5" * 32),)))
     b = place.store("lost-parent")
@@ -815,3 +835,48 @@ def test_spans() -> None:
     ]
     [one] = spans([at(0, 10), at(100, 10)])
     assert (one.start, one.end, len(one.entries)) == (0, 110, 2)
+
+
+class Circle:
+    """Records whose parents go in a circle, which ids of hashes forbid; of nothing else."""
+
+    def __init__(self, record: SnapshotRecord, count: int) -> None:
+        self.loaded = 0
+        self._records = [
+            msgspec.structs.replace(record, parents=(Parent(PREVIOUS, self.id((at + 1) % count)),))
+            for at in range(count)
+        ]
+
+    @staticmethod
+    def id(at: int) -> SnapshotId:
+        return SnapshotId(bytes([at]) * 32)
+
+    def load(self, kind: type[Any], ids: Sequence[bytes]) -> list[Any]:
+        self.loaded += len(ids)
+        return [self._records[id[0]] if kind is SnapshotRecord else Manifest(()) for id in ids]
+
+    def contents(self, ids: Sequence[bytes]) -> list[Any]:
+        return []
+
+    def notes(self, snapshots: Sequence[SnapshotId]) -> list[Any]:
+        return []
+
+    def is_known(self, snapshot: SnapshotId) -> bool:
+        return True
+
+    def has_contents(self, snapshot: SnapshotId) -> bool:
+        return True
+
+    def passes(self, kind: Kind, ids: Sequence[bytes]) -> list[bool]:
+        return [False] * len(ids)
+
+
+def test_circles_end() -> None:
+    """History that leads to itself is walked once."""
+    record = SnapshotRecord(bytes(32), (), "add", None, "", None, None, "", 1, "mstore")
+    circle = Circle(record, 5)
+    found = gather(circle, [circle.id(0)], lambda _: True)
+    assert len(found.snapshots) == len(found.whole) == 5
+    assert is_ancestor(circle, circle.id(3), [circle.id(0)])
+    assert not is_ancestor(circle, SnapshotId(b"\x77" * 32), [circle.id(0)])
+    assert circle.loaded < 20

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from adapters import Adapter
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from exchanges import REMOTE, Place, before_swap, files, merged, place, sound
+from exchanges import REMOTE, Place, before_swap, files, merged, place, refs, sound
 from proof_models import model_files, write_files
 
 from mstore.api import Store
@@ -67,9 +67,9 @@ def test_everything_arrives(place: Place) -> None:
 
     report = a.push(REMOTE, every=True)
 
-    assert {one.name for one in report.moved} == own_refs(a).keys()
+    assert {one.name for one in report.moved} == refs(a, "branch", "tag").keys()
     b = place.clone("b")
-    assert own_refs(b) == own_refs(a)
+    assert refs(b, "branch", "tag") == refs(a, "branch", "tag")
     for name in refs_of(place):
         assert b.show(name).snapshot == a.show(name).snapshot
         assert files(b, name) == files(a, name), name
@@ -88,12 +88,6 @@ def _blocks(store: Store) -> dict[bytes, Any]:
     index = store._catalog.index
     with index.env.read() as transaction:
         return dict(index.blocks(transaction))
-
-
-def own_refs(store: Store, kinds: tuple[str, ...] = ("branch", "tag")) -> dict[str, SnapshotId]:
-    """The refs of these kinds."""
-    found = [store.ref(name) for name in store.ref_ids()]
-    return {one.name: one.snapshot for one in found if one.kind in kinds}
 
 
 def test_a_note_that_comes_later_goes_too(place: Place) -> None:
@@ -273,7 +267,7 @@ def test_delete(place: Place) -> None:
     id = a.show("x").snapshot
     assert a.push(REMOTE, delete=["x"]).moved[0].new is None
     assert refs_of(place) == {}
-    assert "remotes/origin/x" not in own_refs(a, kinds=("remote",))
+    assert "remotes/origin/x" not in refs(a, "remote")
     moves = place.state().refs()["x"].moves
     assert [(one.old, one.new) for one in moves] == [(None, bytes(id)), (bytes(id), None)]
     with pytest.raises(NotFound, match="no such ref"):
@@ -298,7 +292,7 @@ def test_nesting(place: Place) -> None:
         a.push(REMOTE, ["x"])
     a.fetch(REMOTE, ["x/y"])
     assert files(a, "origin/x/y") == model_files(2)
-    assert "remotes/origin/x" not in own_refs(a, kinds=("remote",))
+    assert "remotes/origin/x" not in refs(a, "remote")
 
 
 def test_what_is_pushed(place: Place) -> None:
@@ -598,7 +592,7 @@ def test_a_store_that_is_only_read(place: Place) -> None:
         assert a.push(REMOTE, ["x"]).packs == 0
         assert a.remote_contents(REMOTE).packs == 1
     assert not (place.path / "a" / "remotes").exists()
-    assert not own_refs(a, kinds=("remote",))
+    assert not refs(a, "remote")
     assert files(place.clone("c"), "x") == model_files(1)
 
 

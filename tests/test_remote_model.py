@@ -6,16 +6,22 @@ of every store and of the remote, reads byte for byte; refs are where the model 
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from exchanges import REMOTE, Place, files, placed, sound
 from proof_models import Files, merged_files, model_files
+from test_model_based import Killed, Killer
 
-from mstore import MergeRequest
+from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.checkpoint.declared import CARD, MERGEKIT
+from mstore.remotes import outgoing
+from mstore.store.leases import HOLD, LOCK
 from mstore.terms.errors import Conflict, NotFound
 from mstore.terms.ids import SnapshotId
 
@@ -56,8 +62,7 @@ class Story:
     def add(self, name: str) -> None:
         branch = self.draw.choice(BRANCHES)
         seed, tuned = self.draw.choice((1, 2)), self.draw.choice((0, 1, 2))
-        bases = [one for one, (kind, _) in self.refs[name].items() if kind == "branch"]
-        base = self.draw.choice([None, *bases])
+        base = self.draw.choice([None, *self.real(name)])
         codec = self.draw.choice(["auto", "raw", "dense"])
         if self.refs[name].get(branch, ("branch",))[0] != "branch":
             return
@@ -67,7 +72,7 @@ class Story:
         self.moved(name, branch, id.snapshot, model_files(seed, tuned))
 
     def merge(self, name: str) -> None:
-        real = [one for one in self.refs[name] if not self.stores[name].show(one).virtual]
+        real = self.real(name)
         if not real:
             return
         branch = self.draw.choice(BRANCHES)
@@ -86,6 +91,10 @@ class Story:
         own = {path: found[path] for path in (CARD, MERGEKIT) if path in found}
         wanted = {path: data for path, data in wanted.items() if path not in (CARD, MERGEKIT)}
         self.moved(name, branch, made.snapshot, wanted | own)
+
+    def real(self, name: str) -> list[str]:
+        """Refs of a store whose bytes are stored."""
+        return [one for one in self.refs[name] if not self.stores[name].show(one).virtual]
 
     def tag(self, name: str) -> None:
         tag = self.draw.choice(TAGS)
@@ -119,6 +128,12 @@ class Story:
     # -- commands about the remote ---------------------------------------------------------------
 
     def push(self, name: str) -> None:
+        self.pushed(name, dies=False)
+
+    def die_in_push(self, name: str) -> None:
+        self.pushed(name, dies=True)
+
+    def pushed(self, name: str, *, dies: bool) -> None:
         if not self.refs[name]:
             return
         some = self.draw.sample(sorted(self.refs[name]), self.draw.randint(1, len(self.refs[name])))
@@ -129,15 +144,61 @@ class Story:
         def call() -> None:
             self.stores[name].push(REMOTE, some, **options)
 
-        self.is_made = True
         if not allowed:
             with pytest.raises(Conflict):
                 call()
             return
-        call()
-        for one in some:
-            self.there[one] = self.refs[name][one]
-            self.seen[name][one] = self.refs[name][one][1]
+        new = {one: self.refs[name][one] for one in some}
+        seen = self.seen[name] | {one: id for one, (_, id) in new.items()}
+        if not dies:
+            call()
+        if not dies or not self.died(name, call):
+            self.is_made, self.there, self.seen[name] = True, self.there | new, seen
+            return
+        there = self.refs_there()
+        assert there in (self.there, self.there | new), self.told
+        self.there = there
+        if self.refs_now(name).items() >= {(BEGIN + n, ("remote", id)) for n, id in seen.items()}:
+            self.seen[name] = seen
+
+    def died(self, name: str, call: Callable[[], object]) -> bool:
+        """End a command at one of its file operations, here or at the remote; return whether."""
+        killer = Killer(self.draw.randrange(self.draw.choice((5, 20, 60, 150))))
+        try:
+            with fs.observed(killer):
+                call()
+        except Killed:
+            self.stores[name].close()
+            self.drop_locks(name)
+            self.stores[name] = self.place.open(name)
+            return True
+        assert not killer.hit, "a handler swallowed the end of the process"
+        return False
+
+    def drop_locks(self, name: str) -> None:
+        """What the kernel does for a process that is gone."""
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):
+                path = os.readlink(f"/proc/self/fd/{number}").removesuffix(" (deleted)")
+                if path.startswith(f"{self.place.path}/{name}/") and path.endswith((LOCK, HOLD)):
+                    fcntl.flock(int(number), fcntl.LOCK_UN)
+
+    def refs_there(self) -> Refs:
+        try:
+            rows = self.place.state().refs().values()
+        except NotFound:
+            assert not self.is_made
+            return {}
+        self.is_made = True
+        return {
+            row.name: (row.kind, SnapshotId(row.snapshot))
+            for row in rows
+            if row.snapshot is not None
+        }
+
+    def refs_now(self, name: str) -> Refs:
+        found = self.stores[name]._catalog.refs().items()
+        return {ref: (told.kind, told.snapshot_id()) for ref, told in found}
 
     def may_push(self, name: str, ref: str, *, force: bool) -> bool:
         kind, new = self.refs[name][ref]
@@ -157,39 +218,53 @@ class Story:
             del self.there[gone]
             self.seen[name].pop(gone, None)
 
+    def collect(self, name: str) -> None:
+        """Collect at the remote; sometimes without any time of grace, which nobody needs here."""
+        if self.is_made:
+            days, hours = self.draw.choice((0, 30)), self.draw.choice((0.0, 24.0))
+            self.stores[name].remote_gc(REMOTE, reflog_days=days, grace_hours=hours)
+
     def fetch(self, name: str) -> None:
         self.fetched(name, pulls=False)
 
     def pull(self, name: str) -> None:
         self.fetched(name, pulls=True)
 
-    def fetched(self, name: str, *, pulls: bool) -> None:
+    def die_in_pull(self, name: str) -> None:
+        self.fetched(name, pulls=True, dies=True)
+
+    def fetched(self, name: str, *, pulls: bool, dies: bool = False) -> None:
         store = self.stores[name]
         call = store.pull if pulls else store.fetch
         if not self.is_made:
             with pytest.raises(NotFound, match="no remote"):
                 call(REMOTE)
             return
-        some = []
+        some: list[str] = []
         if self.there and self.draw.random() < 0.5:
             some = self.draw.sample(sorted(self.there), self.draw.randint(1, len(self.there)))
-        report = call(REMOTE, some)
         asked = {one: self.there[one] for one in some or self.there}
-        if not some:
-            self.seen[name].clear()
-        self.seen[name].update({one: id for one, (_, id) in asked.items()})
-        if not pulls:
-            return
+        seen = (self.seen[name] if some else {}) | {one: id for one, (_, id) in asked.items()}
+        refs = dict(self.refs[name])
         apart = set()
-        for ref, (kind, id) in asked.items():
-            own_kind, own = self.refs[name].get(ref, (None, None))
+        for ref, (kind, id) in asked.items() if pulls else ():
+            own_kind, own = refs.get(ref, (None, None))
             if own == id and own_kind == kind:
                 continue
             if own is None or (own_kind == kind == "branch" and self.is_ancestor(own, id)):
-                self.refs[name][ref] = kind, id
+                refs[ref] = kind, id
             elif not (own_kind == kind == "branch" and self.is_ancestor(id, own)):
                 apart.add(ref)
-        assert set(report.diverged) == apart
+        if dies:
+            # All of it, or nothing: `look` refuses anything between.
+            if self.died(name, lambda: call(REMOTE, some)) and self.refs_now(name) != refs | {
+                BEGIN + one: ("remote", id) for one, id in seen.items()
+            }:
+                return
+        else:
+            report = call(REMOTE, some)
+            assert set(report.diverged) == apart, self.told
+        self.refs[name], self.seen[name] = refs, seen
 
     def is_ancestor(self, old: SnapshotId, new: SnapshotId) -> bool:
         waiting, known = [new], {new}
@@ -204,9 +279,7 @@ class Story:
     def look(self, name: str) -> None:
         """Every ref of a store is where it should be, and reads."""
         store = self.stores[name]
-        found = {
-            name: (store.ref(name).kind, snapshot) for name, snapshot in store.ref_ids().items()
-        }
+        found = self.refs_now(name)
         seen = {BEGIN + ref: ("remote", id) for ref, id in self.seen[name].items()}
         assert found == self.refs[name] | seen, self.told
         for id in {id for _, id in found.values()}:
@@ -218,9 +291,7 @@ class Story:
             self.look(name)
             sound(store)
         if self.is_made:
-            rows = self.place.state().refs().values()
-            there = {row.name: (row.kind, row.snapshot) for row in rows if row.snapshot is not None}
-            assert there == {name: (kind, bytes(id)) for name, (kind, id) in self.there.items()}
+            assert self.refs_there() == self.there
             clone = self.place.clone("clone")
             for ref, (_, id) in self.there.items():
                 assert clone.show(ref).snapshot == id
@@ -232,14 +303,24 @@ Act = Callable[[Story, str], None]
 ACTS: tuple[Act, ...] = (
     *(Story.add, Story.add, Story.merge, Story.tag, Story.remove, Story.gc, Story.prune),
     *(Story.push, Story.push, Story.push, Story.delete, Story.fetch, Story.pull, Story.pull),
-    Story.reindex,
+    *(
+        Story.collect,
+        Story.collect,
+        Story.reindex,
+        Story.die_in_push,
+        Story.die_in_push,
+        Story.die_in_pull,
+        Story.die_in_pull,
+    ),
 )
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
-def test_stories(seed: int) -> None:
+def test_stories(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever three stores do with one remote, nothing is lost, and refs are as the rules say."""
+    # Stories of few large packs, and of many small ones.
+    monkeypatch.setattr(outgoing, "PACK_BYTES", (128 << 20, 32 << 10)[seed % 2])
     with placed() as place:
         story = Story(place, seed)
         for _ in range(STEPS):

@@ -101,10 +101,10 @@ def _checked_url(url: str, schemes: Collection[str]) -> str:
         or len(url) > _MOST_BYTES
         or is_strange
     ):
-        raise BadRequest(
-            f"{shown} is no address of this kind",
-            hint=f"it begins with {', '.join(f'{one}://' for one in schemes)}, and has no '..'",
-        )
+        hint = f"it begins with {', '.join(f'{one}://' for one in schemes)}, and has no '..'"
+        if ":" not in url and "file" in schemes and url.isprintable() and shown != "this":
+            hint = f"the address of a directory is {Path(os.path.abspath(url)).as_uri()}"
+        raise BadRequest(f"{shown} is no address of this kind", hint=hint)
     if parts.scheme == "file":
         if parts.netloc or not path.startswith("/"):
             raise BadRequest(f"{shown}: a directory's address is file:///ABSOLUTE/PATH")

@@ -241,7 +241,9 @@ class Arrival:
 
         try:
             offsets = range(0, size, PIECE_BYTES)
-            for _, length in in_order(lambda at: pool.submit(bring, at), offsets, ahead=self._jobs):
+            for _, length in in_order(
+                lambda at: pool.submit(bring, at), offsets, ahead=self._jobs, stopping=self._stop
+            ):
                 tick(length)
             file.protect()
             file.sync()
@@ -267,7 +269,9 @@ class Arrival:
             return self._remote.objects.read_each(pack_name(pack), [(span.start, length)])[0]
 
         try:
-            brought = in_order(lambda one: pool.submit(bring, one), asked, ahead=self._jobs)
+            brought = in_order(
+                lambda one: pool.submit(bring, one), asked, ahead=self._jobs, stopping=self._stop
+            )
             for (_, span), data in brought:
                 _take(packs, span, data)
                 tick(len(data))
@@ -278,6 +282,11 @@ class Arrival:
         for one in packs.sealed:
             self._files[one.id] = one.path
         return packs.sealed
+
+    def _stop(self, left: Sequence[object]) -> None:
+        """Let threads that wait for their turn end, where work is left: it has failed."""
+        if left:
+            self._remote.objects.wake()
 
     # -- proving -----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from mstore.remotes.state import Remote, RemoteState
 from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import PackId
 
-_MOST_READ: Final = 16 << 20
+_MOST_READ: Final = 4 << 20
 """Bytes of tables that are read at once."""
 _CODECS: Final = frozenset(Codec)
 _DELTAS: Final = frozenset(codec for codec in Codec if codec.is_delta)
@@ -55,7 +55,7 @@ class RemotePlaces:
                     where = f"{self._remote.where}/{name}"
                     entries = table_entries(row.pack, bytes(data), where)
                     for entry in entries:
-                        _require_possible(entry, row, block_size, where)
+                        require_possible(entry, row, block_size, where)
                     yield row.pack, entries
 
     def entries(self, row: PackRow, block_size: int) -> list[tuple[Key, Location]]:
@@ -107,7 +107,7 @@ class RemotePlaces:
         return next(filter(self._is_alone, self._segments.places(Kind.BLOCK, block)), None)
 
 
-def _require_possible(entry: PackEntry, row: PackRow, block_size: int, where: str) -> None:
+def require_possible(entry: PackEntry, row: PackRow, block_size: int, where: str) -> None:
     """Raise Corrupt for an entry whose lengths or codec cannot be, before memory is taken for it.
 
     A table is proved by its pack's name; but who made the pack may be a stranger.

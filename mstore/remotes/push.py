@@ -52,6 +52,7 @@ from mstore.terms.errors import (
     Corrupt,
     Incompatible,
     NotFound,
+    StorageFailed,
     did_you_mean,
 )
 from mstore.terms.ids import BlockId, PackId, SnapshotId
@@ -205,7 +206,8 @@ class Push:
             names = fs.listed(directory)
         for name in names:
             path = directory / name
-            with suppress(Corrupt, Absent, ValueError, msgspec.MsgspecError):
+            # Another push of this store may have removed it meanwhile.
+            with suppress(Corrupt, Absent, StorageFailed, ValueError, msgspec.MsgspecError):
                 one = msgspec.msgpack.decode(fs.read_file(path, 1 << 30), type=tuple[int, bytes])
                 pack = PackId(bytes.fromhex(name))
                 table_entries(pack, one[1], str(path))
@@ -295,7 +297,8 @@ class Push:
             if old is None and new is None:
                 there = [one for one, known in before.items() if known.snapshot is not None]
                 what = f"{self._remote.name} has no such ref"
-                raise NotFound(what, where=name, hint=did_you_mean(name, there))
+                shown = call("remote_contents", self._remote.name)
+                raise NotFound(what, where=name, hint=did_you_mean(name, there, shown))
             if old == new:
                 continue
             if row is not None and old is not None and ref is not None:
@@ -493,7 +496,8 @@ def refs_to_send(catalog: Catalog, names: Sequence[str]) -> dict[str, refs.Ref]:
         for name in refs.chosen((one for one, _ in known.walk()), names):
             ref = known.require(name)
             if ref.kind not in (refs.BRANCH, refs.TAG):
-                raise BadRequest(f"is a {ref.kind}: only branches and tags are pushed", where=name)
+                what = f"is a {ref.kind} ref: only branches and tags are pushed"
+                raise BadRequest(what, where=name, hint=call("reset", "NAME", name))
             found[name] = ref
     return found
 

@@ -66,6 +66,8 @@ class RemoteRecords:
         self._local = LocalRecords(catalog)
         self._records: dict[Key, Record] = {}
         self.received = 0
+        self.passed: set[Key] = set()
+        """What needs no look because it is here: it must still be when all is published."""
 
     def load(self, kind: type[R], ids: Sequence[bytes]) -> list[R]:
         self._bring(kind, ids)
@@ -145,7 +147,11 @@ class RemoteRecords:
         if kind != Kind.SNAPSHOT:
             # A stored tensor has all its blocks.
             with index.env.read() as transaction:
-                return [index.row(transaction, (kind, bytes(id))) is not None for id in ids]
+                found = [index.row(transaction, (kind, bytes(id))) is not None for id in ids]
+            self.passed.update(
+                (kind, bytes(id)) for id, is_here in zip(ids, found, strict=True) if is_here
+            )
+            return found
         return [self._is_whole(SnapshotId(id)) for id in ids]
 
     def _is_whole(self, id: SnapshotId) -> bool:

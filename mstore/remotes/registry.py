@@ -109,11 +109,17 @@ def add(
     """Give a name to a remote."""
     config = address.checked(RemoteConfig(name, url, endpoint, region))
     if any(one.name == name for one in catalog.config.remotes):
-        raise Conflict(
-            "there is a remote of this name", where=name, hint=call("remove_remote", name)
-        )
+        raise _taken(name)
     catalog.set_remotes((*catalog.config.remotes, config))
     return _report(config)
+
+
+def _taken(name: str) -> Conflict:
+    return Conflict(
+        "there is a remote of this name",
+        where=name,
+        hint=phrase("choose another name, or first {remove}", remove=call("remove_remote", name)),
+    )
 
 
 def remove(catalog: Catalog, name: str) -> RemoteReport:
@@ -130,7 +136,7 @@ def rename(catalog: Catalog, old: str, new: str) -> RemoteReport:
     config = find(catalog, old)
     renamed = address.checked(RemoteConfig(new, config.url, config.endpoint, config.region))
     if any(one.name == new for one in catalog.config.remotes):
-        raise Conflict("there is a remote of this name", where=new)
+        raise _taken(new)
     _move_refs(catalog, old, new)
     others = (one for one in catalog.config.remotes if one.name != old)
     catalog.set_remotes((*others, renamed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from mstore_cli.options import (
     Threads,
     parse_path,
 )
-from mstore_cli.output import Screen
+from mstore_cli.output import Screen, near
 from mstore_cli.session import Session, token
 from mstore_cli.sizes import counted, format_seconds, format_size
 
@@ -68,6 +69,7 @@ def clone(
     if given is not None and given.absolute() != Path(source).absolute():
         raise UsageError(f"two stores named: {source} and, by --store, {given}")
     from mstore import Store
+    from mstore.remotes.address import is_address
 
     with session.progress() as tick:
         report = Store.clone(
@@ -98,5 +100,8 @@ def clone(
                 ("time", format_seconds(report.seconds)),
             ]
         )
+        if is_address(source):
+            where = shlex.quote(near(report.path))
+            screen.command("to get what comes later", f"mstore --store {where} pull origin")
 
     session.output.emit(report, ids=[report.uuid], human=human)
