@@ -1,7 +1,8 @@
 """What every `Objects` promises, as tests: inherit `ObjectsSuite`, and give an empty place.
 
 A new kind of place adds a class to `test_objects.py`; nothing else proves that it may hold a
-remote. `BucketSuite` adds what holds for all places that obstore reaches.
+remote. `BucketSuite` adds what holds for all places that obstore reaches; `ReadingSuite` is the
+part for those that are only read.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
@@ -30,7 +31,7 @@ from mstore.remotes.objects import (
     Overtaken,
     RootStamp,
 )
-from mstore.terms.errors import Corrupt
+from mstore.terms.errors import Corrupt, Incompatible
 
 MANY = 12
 Lose = Callable[[], None]
@@ -75,7 +76,92 @@ def race(attempt: Callable[[int], RootStamp]) -> list[int]:
         return [number for number in pool.map(one, range(MANY)) if number is not None]
 
 
-class ObjectsSuite(ABC):
+Hold = Callable[[Mapping[str, bytes]], Objects]
+
+
+class ReadingSuite(ABC):
+    """What holds for every place, also for one that is only read: inherit it, and give `hold`."""
+
+    @pytest.fixture
+    @abstractmethod
+    def hold(self) -> Hold:
+        """What makes a place that has these objects, a root among them."""
+
+    @pytest.mark.parametrize("size", [1, MOST_ROOT_BYTES, MOST_ROOT_BYTES + 1])
+    def test_a_root_is_read_up_to_its_limit(self, hold: Hold, size: int) -> None:
+        """A root of 64 KiB is read, one that is longer is Corrupt."""
+        objects = hold({ROOT: some_bytes(size)})
+        if size <= MOST_ROOT_BYTES:
+            assert root_of(objects) == some_bytes(size)
+            return
+        with pytest.raises(Corrupt, match="too long"):
+            objects.read_root()
+
+    @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES + 1])
+    def test_an_object_is_read(self, hold: Hold, size: int) -> None:
+        """An object has the size and the bytes that were put."""
+        data = some_bytes(size)
+        objects = hold({ROOT: b"1", "packs/ab/1.pack": data})
+        assert objects.size("packs/ab/1.pack") == size
+        assert bytes(objects.read_each("packs/ab/1.pack", [(0, size)])[0]) == data
+
+    def test_many_spans_are_read(self, hold: Hold) -> None:
+        """Spans come back in their order: far and near ones, overlapping, equal and empty ones."""
+        data = some_bytes(9 << 20)
+        objects = hold({ROOT: b"1", "a": data})
+        chosen = Random(1)
+        spans = [(chosen.randrange(len(data) - 5000), chosen.randrange(5000)) for _ in range(200)]
+        spans += [(0, len(data)), (5, 10), (5, 10), (6, 2), (len(data), 0), (len(data) - 1, 1)]
+        found = [bytes(one) for one in objects.read_each("a", spans)]
+        assert found == [data[offset : offset + length] for offset, length in spans]
+        assert objects.read_each("a", []) == []
+
+    @pytest.mark.parametrize(
+        "spans",
+        [
+            [(8, 3)],
+            [(10, 1)],
+            [(0, 11)],
+            [(1, 2), (20, 2)],
+            [(1, 2), (300_000, 2)],
+            [(20, 2), (1, 2)],
+            [(2**40, 1)],
+            [(2**62, 2**62)],
+        ],
+    )
+    def test_no_read_goes_beyond_the_end(self, hold: Hold, spans: list[tuple[int, int]]) -> None:
+        """An object that ends before a span does is Corrupt."""
+        objects = hold({ROOT: b"1", "a": some_bytes(10), "empty": b""})
+        for name in ("a", "empty"):
+            with pytest.raises(Corrupt, match="shorter"):
+                objects.read_each(name, spans)
+
+    def test_what_is_missing_is_absent(self, hold: Hold) -> None:
+        """Reads and questions about a missing object raise Absent."""
+        objects = hold({ROOT: b"1", "packs/ab/1.pack": b"1"})
+        for name in ("packs/ab/2.pack", "packs/cd/1.pack", "tables/1"):
+            for ask in (
+                lambda name: objects.read_each(name, [(0, 1)]),
+                lambda name: objects.read_each(name, [(0, 1), (5, 1)]),
+                objects.size,
+                objects.time_ns,
+            ):
+                with pytest.raises(Absent):
+                    ask(name)
+
+    def test_threads_read_at_once(self, hold: Hold) -> None:
+        """Reads of many threads do not disturb each other."""
+        data = some_bytes(100_000)
+        objects = hold({ROOT: b"1", "a": data})
+
+        def read(start: int) -> bool:
+            return bytes(objects.read_each("a", [(start, 500)])[0]) == data[start : start + 500]
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(read, range(0, 99_000, 1000)))
+
+
+class ObjectsSuite(ReadingSuite):
     """Inherit it in a class whose name begins with Test, and make empty `objects`."""
 
     @pytest.fixture
@@ -87,6 +173,20 @@ class ObjectsSuite(ABC):
     @abstractmethod
     def lose(self, monkeypatch: pytest.MonkeyPatch) -> Lose:
         """What makes the answer to the next put of a root get lost, though the root stands."""
+
+    @pytest.fixture
+    def hold(self, objects: Objects) -> Hold:
+        """Puts of all of them."""
+
+        def made(contents: Mapping[str, bytes]) -> Objects:
+            for name, data in contents.items():
+                if name == ROOT:
+                    objects.swap_root(data, None)
+                else:
+                    objects.put_bytes(name, data)
+            return objects
+
+        return made
 
     # -- the root ----------------------------------------------------------------------------
 
@@ -151,14 +251,6 @@ class ObjectsSuite(ABC):
         assert objects.read_root(stamp) == (b"second", new)
         assert objects.read_root(new) is None
 
-    def test_a_root_that_is_too_long_is_refused(self, objects: Objects) -> None:
-        """A root of 64 KiB is read, one that is longer is Corrupt."""
-        stamp = objects.swap_root(bytes(MOST_ROOT_BYTES), None)
-        assert root_of(objects) == bytes(MOST_ROOT_BYTES)
-        objects.swap_root(bytes(MOST_ROOT_BYTES + 1), stamp)
-        with pytest.raises(Corrupt, match="too long"):
-            objects.read_root()
-
     def test_a_probe_leaves_nothing(self, objects: Objects) -> None:
         """A place that honours conditions is accepted, and is empty afterwards."""
         objects.probe("one")
@@ -190,53 +282,6 @@ class ObjectsSuite(ABC):
         with pytest.raises(Absent):
             objects.size("tables/1")
         assert list(objects.names("tables/")) == []
-
-    def test_many_spans_are_read(self, objects: Objects) -> None:
-        """Spans come back in their order: far and near ones, overlapping, equal and empty ones."""
-        data = some_bytes(9 << 20)
-        objects.put_bytes("a", data)
-        chosen = Random(1)
-        spans = [(chosen.randrange(len(data) - 5000), chosen.randrange(5000)) for _ in range(200)]
-        spans += [(0, len(data)), (5, 10), (5, 10), (6, 2), (len(data), 0), (len(data) - 1, 1)]
-        found = [bytes(one) for one in objects.read_each("a", spans)]
-        assert found == [data[offset : offset + length] for offset, length in spans]
-        assert objects.read_each("a", []) == []
-
-    @pytest.mark.parametrize(
-        "spans",
-        [
-            [(8, 3)],
-            [(10, 1)],
-            [(0, 11)],
-            [(1, 2), (20, 2)],
-            [(1, 2), (300_000, 2)],
-            [(20, 2), (1, 2)],
-            [(2**40, 1)],
-            [(2**62, 2**62)],
-        ],
-    )
-    def test_no_read_goes_beyond_the_end(
-        self, objects: Objects, spans: list[tuple[int, int]]
-    ) -> None:
-        """An object that ends before a span does is Corrupt."""
-        objects.put_bytes("a", some_bytes(10))
-        objects.put_bytes("empty", b"")
-        for name in ("a", "empty"):
-            with pytest.raises(Corrupt, match="shorter"):
-                objects.read_each(name, spans)
-
-    def test_what_is_missing_is_absent(self, objects: Objects) -> None:
-        """Reads and questions about a missing object raise Absent."""
-        objects.put_bytes("packs/ab/1.pack", b"1")
-        for name in ("packs/ab/2.pack", "packs/cd/1.pack", "tables/1"):
-            for ask in (
-                lambda name: objects.read_each(name, [(0, 1)]),
-                lambda name: objects.read_each(name, [(0, 1), (5, 1)]),
-                objects.size,
-                objects.time_ns,
-            ):
-                with pytest.raises(Absent):
-                    ask(name)
 
     def test_names_are_those_below(self, objects: Objects) -> None:
         """Names and sizes of all objects below, and of no others; nothing where nothing is."""
@@ -287,6 +332,26 @@ class ObjectsSuite(ABC):
         """A stamp that no root had, as a damaged file gives it, never hides the root."""
         stamp = objects.swap_root(b"first", None)
         assert objects.read_root(RootStamp("0" * 15 + "f")) == (b"first", stamp)
+
+
+class ReadOnlySuite(ReadingSuite):
+    """What holds for places that are only read."""
+
+    def test_nothing_is_changed(self, hold: Hold) -> None:
+        """Whatever would change the place says that it is read-only, and what is not."""
+        objects = hold({ROOT: b"1", "lists/1": b"1"})
+        for attempt in (
+            lambda: objects.swap_root(b"2", None),
+            lambda: objects.swap_root(b"2", objects.read_root()[1]),  # type: ignore[index]
+            lambda: objects.probe("one"),
+            lambda: objects.put_bytes("lists/1", b"2"),
+            lambda: objects.remove("lists/1"),
+        ):
+            with pytest.raises(Incompatible, match="read-only") as caught:
+                attempt()
+            assert caught.value.hint
+        assert root_of(objects) == b"1"
+        assert objects.size("lists/1") == 1
 
 
 class BucketSuite(ObjectsSuite):

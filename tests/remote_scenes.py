@@ -11,6 +11,7 @@ A scene can be laid out any number of times. Packs and the pieces of requests ar
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -74,6 +75,8 @@ def reached(proxy: FaultProxy) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings(proxy).items():
             patch.setenv(name, value)
+        # Of programs that are started here, too.
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         shrink(patch.setattr)
         yield
 
@@ -149,7 +152,8 @@ def refs_of(path: Path, below: str = "") -> Refs:
     """Return the refs of a store, and prove that it has all bytes of what they name."""
     found: Refs = {}
     with Store.open(path) as store:
-        assert store.fsck(read_data=True).problems == ()
+        problems = store.fsck(read_data=True).problems
+        assert problems == (), problems
         for ref in map(store.ref, store.ref_ids()):
             if not ref.name.startswith(below) or (not below and ref.name.startswith("remotes/")):
                 continue

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
+from mstore import Store
 from mstore_cli.keys import DOCUMENTS, OBJECTS, keys_of
 from mstore_cli.verbs import OF_NO_STORE, VERBS
 
@@ -110,6 +111,14 @@ def contents(directory: Path) -> dict[str, bytes]:
 WITH_LINES = [v for v in VERBS if v not in {"cat", "mount", "unmount", "serve"}]
 
 
+def _other_store(out: Path) -> Path:
+    """An empty store."""
+    path = out / "other-store"
+    if not path.exists():
+        Store.init(path, block_size=1 << 16).close()
+    return path
+
+
 def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
     """A command line that goes well for each verb that has JSON and needs no FUSE."""
     return {
@@ -160,6 +169,8 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "backup": ["backup", str(out / "backup")],
         # Where the store of `copy` is.
         "clone": ["clone", str(out / "store"), str(out / "clone")],
+        "copy": ["copy", "tiny/base", "tiny/math", str(_other_store(out))],
+        "bundle create": ["bundle", "create", str(out / "one.mbundle"), "tiny/math"],
         "remote": ["remote"],
         "remote add": ["remote", "add", "other", (out / "other").as_uri()],
         "remote show": ["remote", "show", "origin"],

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Program
+from servers import moto
 from small_models import BLOCK, files_of, small_model
+from test_cli_commands import write_keys
 
 from mstore.api import exchanging
 from mstore_cli import tree, user_config
@@ -154,6 +156,41 @@ def test_a_branch_that_diverged(there: Program, here: Program, first: Path) -> N
     assert there.succeed("pull", "origin", "v1", "-q").lines == ["v1"]
 
 
+def test_a_name_that_cannot_be_made(there: Program, here: Program) -> None:
+    """A pull makes no branch below a ref of this store, and says how to get it otherwise."""
+    here.succeed("rename", "base", "llama/base")
+    here.succeed("push", "origin", "llama/base")
+    there.succeed("rename", "base", "llama")
+    done = there("pull", "origin", "llama/base")
+    assert done.status == 1
+    assert done.lines[-2:] == [
+        "llama/base is not made here: it would be above or below a ref of this store",
+        f"  to make a branch of it: mstore --store {there.store} reset NAME origin/llama/base",
+    ]
+    there.succeed("reset", "theirs", "origin/llama/base")
+
+
+def test_signatures_are_told(
+    there: Program, here: Program, first: Path, settings: Path, tmp_path: Path
+) -> None:
+    """A pull says by whom the snapshots are signed that came, as the user's list of signers says;
+    nothing of signatures where there are none."""
+    write_keys(tmp_path)
+    add(here, first / "other", "other")
+    here.succeed("push", "origin", "other")
+    assert "SIGNED" not in there.succeed("fetch", "origin", "other").out
+    here.succeed("sign", "tuned", "--key", tmp_path / "key")
+    here.succeed("reset", "other", "tuned")
+    here.succeed("push", "origin", "other", "--force-with-lease")
+    told = there.succeed("fetch", "origin", "other").out
+    assert told.count("  signed by an unknown key") == 1
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(tmp_path / "signers", settings.parent / "allowed_signers")
+    pulled = there.succeed("pull", "origin", "other")
+    assert "moved here" in pulled.out
+    assert pulled.out.partition("moved here")[2].count("  signed by me") == 1
+
+
 def test_remotes_are_listed_renamed_and_forgotten(there: Program) -> None:
     """`remote` lists names and addresses; show, rename and rm do what they say."""
     [heading, row] = there.succeed("remote").lines
@@ -192,6 +229,35 @@ def test_nothing_is_there(
     assert not (tmp_path / "new").exists()
 
 
+def test_wrong_names_are_told(there: Program) -> None:
+    """Names that are taken or missing, of remotes and of their refs, are told with what to do."""
+    named = f"mstore --store {there.store}"
+    show = f"{named} remote show origin"
+    for line, what, hint in (
+        (
+            ["remote", "add", "origin", "file:///x"],
+            "there is a remote",
+            f"{named} remote rm origin",
+        ),
+        (
+            ["remote", "add", "other", "x/y"],
+            "no address",
+            f"directory is {Path('x/y').absolute().as_uri()}",
+        ),
+        (["remote", "rename", "orign", "x"], "no such remote", "did you mean origin?"),
+        (["push", "origin", "tuend"], "no such ref", "did you mean tuned?"),
+        (["push", "origin", "--delete", "tuend"], "origin has no such ref", "did you mean tuned?"),
+        (["push", "origin", "--delete", "xyz"], "origin has no such ref", show),
+        (["push", "origin", "remotes/origin/base"], "is a remote ref", f"{named} reset NAME"),
+        (["fetch", "origin", "xyz"], "origin has no such ref", show),
+        (["pull", "origin", "x*"], "no ref matches", show),
+    ):
+        failed = there(*line)
+        assert failed.status in (1, 2)
+        assert what in failed.err.splitlines()[0]
+        assert hint in failed.err.partition("hint: ")[2]
+
+
 def test_addresses_with_secrets_are_not_shown(here: Program) -> None:
     """An address with a password or a signature is wrong usage, and no output has it."""
     for url in ("s3://me:hunter2@bucket/x", "az://box/x?sig=hunter2"):
@@ -200,6 +266,30 @@ def test_addresses_with_secrets_are_not_shown(here: Program) -> None:
         assert "credentials come from the environment" in failed.err
         assert "hunter2" not in failed.err + failed.out
     assert "it begins with s3://" in here("remote", "add", "other", "ftp://x/y").err
+
+
+def test_object_storage(
+    here: Program, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models go round by a server of S3 that the environment names; a wrong bucket is told."""
+    pytest.importorskip("moto")
+    with moto(tmp_path) as server:
+        server.use(monkeypatch)
+        url = server.below()
+        here.succeed("remote", "add", "s3", url)
+        here.succeed("push", "s3", "--all", "--limit-rate", "1GiB")
+        shown = here.succeed("remote", "show", "s3", "--json").document
+        assert [one["name"] for one in shown["refs"]] == ["base", "tuned", "v1"]
+        assert run(["-q", "clone", url, str(tmp_path / "clone"), "--jobs", "2"]) == 0
+        mstore = Program(tmp_path / "clone")
+        mstore.succeed("checkout", "tuned", tmp_path / "out")
+        assert files_of(tmp_path / "out") == files_of(first / "tuned")
+        assert mstore.succeed("pull", "origin").out == "nothing new at origin\n"
+        here.succeed("remote", "add", "wrong", "s3://no-such-bucket/x")
+        failed = here("push", "wrong", "base")
+    assert failed.status == 1
+    assert "there is no such bucket" in failed.err
+    assert not any(secret in failed.err for secret in server.secrets)
 
 
 # Endpoints
@@ -353,6 +443,19 @@ def test_rates_are_sizes(here: Program) -> None:
         failed = here("push", "origin", "tuned", "--limit-rate", word)
         assert failed.status == 2
         assert what in failed.err
+
+
+def test_a_clone_says_how_to_follow(
+    there: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A clone of a remote says what gets later changes; one of a directory does not."""
+    capsys.readouterr()
+    new = tmp_path / "a new one"
+    assert run(["clone", (tmp_path / "there").as_uri(), str(new)]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == f"to get what comes later: mstore --store '{new}' pull origin"
+    assert run(["clone", str(there.store), str(tmp_path / "copy")]) == 0
+    assert "pull" not in capsys.readouterr().out
 
 
 def test_jobs_are_those_of_the_library() -> None:

@@ -5,20 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import obstore
 import pytest
 import servers
-from objects_suite import BucketSuite, Lose, ObjectsSuite, lose_link, root_of
+from objects_suite import (
+    BucketSuite,
+    Hold,
+    Lose,
+    ObjectsSuite,
+    ReadOnlySuite,
+    lose_link,
+    root_of,
+)
 from obstore.exceptions import GenericError, NotSupportedError
 from obstore.store import MemoryStore
 
 from mstore.remotes import bucket
 from mstore.remotes.bucket import Bucket
-from mstore.remotes.objects import PROBE, Absent, Objects
+from mstore.remotes.bundle import Bundle, NewBundle
+from mstore.remotes.objects import PROBE, ROOT, Absent, Objects
 from mstore.remotes.shared_directory import SharedDirectory
+from mstore.remotes.web import Web
 from mstore.terms.errors import Corrupt, Incompatible, Unavailable
 
 
@@ -111,6 +121,50 @@ class TestMemory(BucketSuite):
     @pytest.fixture
     def objects(self) -> Objects:
         return Bucket(MemoryStore(), "memory:")
+
+
+class TestBundle(ReadOnlySuite):
+    """One file."""
+
+    @pytest.fixture
+    def hold(self, tmp_path: Path) -> Iterator[Hold]:
+        made: list[Bundle] = []
+
+        def hold(contents: Mapping[str, bytes]) -> Objects:
+            new = NewBundle(tmp_path / "model.mbundle")
+            for name, data in contents.items():
+                if name == ROOT:
+                    new.swap_root(data, None)
+                else:
+                    new.put_bytes(name, data)
+            new.finish()
+            made.append(Bundle(tmp_path / "model.mbundle"))
+            return made[0]
+
+        yield hold
+        for one in made:
+            one.close()
+
+
+class TestWeb(ReadOnlySuite):
+    """A web server that gives what its addresses name to who has its token."""
+
+    @pytest.fixture
+    def hold(self) -> Iterator[Hold]:
+        stub = servers.google()
+
+        def hold(contents: Mapping[str, bytes]) -> Objects:
+            with pytest.MonkeyPatch.context() as patch:
+                server.use(patch)
+                url = server.below()
+                filled = bucket.connect(url, {})
+                for name, data in contents.items():
+                    filled.put_bytes(name, data)
+            path = url.removeprefix("gs://")
+            return Web(f"{stub.endpoint}/{path}", stub.token, "ask who runs it")
+
+        with servers.gcs(stub) as server:
+            yield hold
 
 
 # -- servers that do less ------------------------------------------------------------------------

@@ -7,10 +7,11 @@ whole; of one that did not, all is visible or nothing. Then the same command suc
 from __future__ import annotations
 
 import shutil
+import subprocess
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -20,7 +21,7 @@ import pytest
 import remote_scenes
 from fault_proxy import Asked, Fault, FaultProxy, moto
 from proof_models import model_files, write_files
-from remote_scenes import COMMANDS, OTHER, SECRET, URL, Refs, Scene, refs_of
+from remote_scenes import COMMANDS, OTHER, SECRET, URL, Refs, Scene, program, refs_of
 
 from mstore import Store
 from mstore.remotes import bucket
@@ -313,4 +314,45 @@ def test_another_push_before_any_request(
                 assert isinstance(error, Conflict) or isinstance(rivals, Conflict)
                 assert error is None or rivals is None
             assert laid.remote_refs() == laid.scene.before | mine | theirs
+        laid.close()
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("command", ["second", "fetch", "pull"])
+@pytest.mark.usefixtures("soon")
+def test_the_same_command_in_another_process_before_any_request(
+    place: Place, command: str, part: int
+) -> None:
+    """A second process does the same in the same store, while the first waits for an answer: both
+    end right, or one of them finds that refs moved."""
+    for number in range(part, len(counted(place, command)), PARTS):
+        laid = place.laid_out(command)
+
+        others: list[subprocess.Popen[bytes]] = []
+
+        def before(
+            asked: Asked,
+            at: int = number,
+            laid: Laid = laid,
+            others: list[subprocess.Popen[bytes]] = others,
+        ) -> None:
+            if asked.number == at:
+                other = subprocess.Popen(program(laid.command, laid.path))
+                others.append(other)
+                # It may wait for the first one, which reads tables.
+                with suppress(subprocess.TimeoutExpired):
+                    other.wait(6)
+
+        with remote_scenes.reached(laid.proxy):
+            laid.proxy.begin(before)
+            error = laid.run()
+            codes = [one.wait() for one in others]
+            assert error is None or isinstance(error, Conflict)
+            assert codes == [0] or (error is None and codes == [1])
+            if command == "second":
+                assert laid.remote_refs() == laid.scene.after
+            check_again(laid)
+            kept = laid.path / "remotes" / "origin" / "incoming"
+            assert not kept.exists() or not list(kept.iterdir())
         laid.close()

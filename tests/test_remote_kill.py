@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -55,9 +54,8 @@ def kill_at(laid: Laid, number: int, *, is_forwarded: bool) -> list[Asked]:
             kill()
 
     laid.proxy.begin(before, after)
-    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = program(laid.command, laid.path)
-    with subprocess.Popen(command, env=os.environ | settings(laid.proxy) | path) as process:
+    with subprocess.Popen(command, env=os.environ | settings(laid.proxy)) as process:
         processes.append(process)
         started.set()
     assert process.returncode == -9

@@ -8,6 +8,7 @@ with a server that echoes all that it was sent.
 from __future__ import annotations
 
 import base64
+import os
 import re
 import secrets
 import socket
@@ -29,6 +30,7 @@ from mstore import Store
 from mstore.remotes import bucket
 from mstore.remotes.bucket import Bucket
 from mstore.remotes.objects import Absent, Objects, Overtaken, RootStamp
+from mstore.remotes.web import Web
 from mstore.terms.errors import Corrupt, Incompatible, MstoreError, Unavailable
 
 ACCOUNT = "models0account"
@@ -39,6 +41,7 @@ class Heard:
     """What the server was sent that no error may show, and how it answers."""
 
     mode: str = "403"
+    elsewhere: str = "http://127.0.0.1:1"
     secrets: set[str] = field(default_factory=set)
     requests: int = 0
 
@@ -75,7 +78,8 @@ class _Echo(BaseHTTPRequestHandler):
             body = f"<Error>{code}<Message>{text}</Message></Error>".encode()
         self.send_response(int(status))
         if form == "elsewhere":
-            self.send_header("Location", f"http://127.0.0.1:1{self.path}")
+            path = self.path.partition("?")[0]
+            self.send_header("Location", heard.elsewhere + path)
         self.send_header("Content-Length", str(len(body) + (100 if form == "cut" else 0)))
         self.end_headers()
         if self.command != "HEAD":
@@ -217,6 +221,42 @@ def test_no_error_shows_what_was_sent(provider: str, monkeypatch: pytest.MonkeyP
             assert {name for one, name in failed if one == mode} == set(CALLS), mode
 
 
+def test_no_error_of_a_web_server_shows_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the address of a request: as for buckets, whatever the server answers to a read."""
+    _quick(monkeypatch)
+    token = secrets.token_urlsafe(32)
+    with echoing() as (heard, server):
+        objects = Web(f"{server}/remote", token, "ask who runs it")
+        failed = 0
+        for heard.mode in ("400", "401", "403 xml", "404", "416", "500", "200 cut", "garbage"):
+            for error in _failures(objects).values():
+                failed += not isinstance(error, Incompatible)
+                assert token not in servers.shown(error)
+        assert failed > 20
+        assert heard.secrets == {f"Bearer {token}"}
+
+
+@pytest.mark.parametrize("provider", [*PROVIDERS, "web"])
+def test_a_redirect_takes_no_credentials_along(
+    provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a server sends its client to another one, that one gets no key and no signature.
+
+    obstore leaves a session token of S3 in place, which is worth nothing without its key.
+    """
+    _quick(monkeypatch)
+    with echoing() as (heard, server), echoing() as (other, elsewhere):
+        if provider == "web":
+            objects: Objects = Web(f"{server}/remote", secrets.token_urlsafe(32), "ask")
+        else:
+            objects, _ = _opened(provider, server, monkeypatch)
+        heard.mode, heard.elsewhere = "302 elsewhere", elsewhere
+        _failures(objects)
+        assert heard.requests > 0
+        assert other.requests > 0
+        assert other.secrets <= {os.environ.get("AWS_SESSION_TOKEN")}
+
+
 def _closed_port() -> str:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -336,6 +376,7 @@ def test_credentials_that_cannot_be_used(
     with pytest.raises(Unavailable, match=says) as caught:
         bucket.connect(url, {})
     assert "SECRET" not in servers.shown(caught.value)
+    assert caught.value.hint
 
 
 def test_nothing_of_a_push_is_kept_in_the_store(

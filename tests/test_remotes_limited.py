@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from small_models import BLOCK, small_model
 
+import mstore
 from mstore.remotes.limited import LimitedObjects, RateLimit
 from mstore.remotes.shared_directory import SharedDirectory
-from mstore.terms.errors import BadRequest, Interrupted
+from mstore.terms.errors import BadRequest, Interrupted, Unavailable
 from mstore.terms.ids import Buffer
 
 
@@ -112,3 +114,38 @@ def test_no_rate(rate: int) -> None:
     """A rate of nothing is refused: the transfer would never end."""
     with pytest.raises(BadRequest, match="1 byte a second"):
         RateLimit(rate)
+
+
+def test_a_fetch_that_fails_wakes_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fetch whose first part fails lets the threads end that wait for their turn."""
+    store = mstore.Store.init(tmp_path / "store", block_size=BLOCK)
+    for name in ("a", "b", "c", "d"):
+        store.add(small_model(tmp_path / name, name), name=name, base=None)
+    store.add_remote("there", (tmp_path / "there").as_uri())
+    store.push("there", every=True)
+    other = mstore.Store.init(tmp_path / "other", block_size=BLOCK)
+    other.add_remote("there", (tmp_path / "there").as_uri())
+    woken: list[bool] = []
+    main = threading.current_thread()
+    plain = LimitedObjects.read_each
+
+    def read_each(
+        self: LimitedObjects, name: str, spans: Sequence[tuple[int, int]]
+    ) -> list[Buffer]:
+        if threading.current_thread() is main:
+            return plain(self, name, spans)
+        if spans[0][0] == 0:
+            raise Unavailable("no answer")
+        woken.append(self._limit._ended.wait(100))
+        raise Interrupted("ended")
+
+    monkeypatch.setattr(LimitedObjects, "read_each", read_each)
+    monkeypatch.setattr("mstore.remotes.arrival.PIECE_BYTES", 1 << 16)
+    with pytest.raises(Unavailable, match="no answer"):
+        other.fetch("there", limit_rate=1 << 30, jobs=3)
+    assert woken
+    assert all(woken)
+    store.close()
+    other.close()

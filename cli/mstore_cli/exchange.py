@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mstore_cli.errors import Interrupted
 from mstore_cli.output import Column, Screen, short
+from mstore_cli.signers import states_of, trusted_signers
 from mstore_cli.sizes import format_seconds, format_size, parse_size
 
 if TYPE_CHECKING:
+    from mstore import SnapshotId, Store
     from mstore.api.reports import FetchReport, MovedRef
 
 COLUMNS = (Column("REF", style="green"), Column("SNAPSHOT", style="yellow"))
+SIGNED = Column("SIGNED", sentence=True)
+
+Signed = Mapping["SnapshotId", str]
+"""What the signatures of snapshots are worth, in words; nothing of those without."""
 
 
 def rate_of(text: str | None) -> int | None:
@@ -30,16 +37,25 @@ def resumable() -> Iterator[None]:
         raise Interrupted("the same command goes on from what was transferred") from stop
 
 
-def show_fetched(screen: Screen, report: FetchReport) -> None:
+def signed(store: Store, moved: Sequence[MovedRef]) -> Signed:
+    """Return what the signatures of snapshots to which refs moved are worth."""
+    ids = dict.fromkeys(one.new for one in moved if one.new is not None)
+    found = [id for id in ids if store.signatures_of(id)]
+    # Most have none, and it takes longer to find the user's list of signers.
+    signers = trusted_signers(None) if found else {}
+    return {id: states_of(store.signatures_of(id, signers=signers)) or "" for id in found}
+
+
+def show_fetched(screen: Screen, report: FetchReport, signatures: Signed) -> None:
     """Print what a fetch or a pull brought."""
     if not (report.fetched or report.moved or report.snapshots):
         screen.line(f"nothing new at {report.remote}", style="green")
         return
     screen.line(f"fetched from {report.remote}, {report.url}", style="green")
-    show_moved(screen, report.fetched, f"{report.remote}/")
+    show_moved(screen, report.fetched, f"{report.remote}/", signatures)
     if report.moved:
         screen.line("moved here", style="green")
-        show_moved(screen, report.moved)
+        show_moved(screen, report.moved, signatures=signatures)
     screen.fields(
         [
             ("snapshots", report.snapshots),
@@ -50,9 +66,21 @@ def show_fetched(screen: Screen, report: FetchReport) -> None:
     )
 
 
-def show_moved(screen: Screen, moved: Sequence[MovedRef], begin: str = "") -> None:
+def show_moved(
+    screen: Screen,
+    moved: Sequence[MovedRef],
+    begin: str = "",
+    signatures: Signed = MappingProxyType({}),
+) -> None:
     """Print a table of refs that moved; begin: what stands before their names."""
-    screen.table(COLUMNS, ((f"{begin}{one.name}", _move(one)) for one in moved))
+    rows = [
+        (f"{begin}{one.name}", _move(one), signatures.get(one.new, "-") if one.new else "-")
+        for one in moved
+    ]
+    if signatures:
+        screen.table((*COLUMNS, SIGNED), rows)
+    else:
+        screen.table(COLUMNS, (row[:2] for row in rows))
 
 
 def _move(one: MovedRef) -> str:

@@ -260,6 +260,8 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "pull": keys_of(reports.FetchReport),
     "backup": keys_of(reports.BackupReport),
     "clone": keys_of(reports.CloneReport),
+    "copy": keys_of(reports.CopyReport),
+    "bundle create": keys_of(reports.BundleReport),
     "note": (
         Key("notes", "list of note", "those that count; else those that were written or removed"),
     ),

@@ -1,7 +1,7 @@
 """One run of the program: the global options, and the store, output and progress bar from them.
 
-The only module that reads `MSTORE_STORE`, `MSTORE_AUTHOR` and the endpoints of the environment.
-Never creates a store.
+The only module that reads `MSTORE_STORE`, `MSTORE_AUTHOR`, `MSTORE_TOKEN` and the endpoints of the
+environment.  Never creates a store.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 STORE_VARIABLE = "MSTORE_STORE"
 AUTHOR_VARIABLE = "MSTORE_AUTHOR"
+TOKEN_VARIABLE = "MSTORE_TOKEN"  # noqa: S105 -- its name
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 STORE_NAME = ".mstore"
 """What a store is called that commands find by looking upward."""
@@ -112,13 +113,22 @@ class Session:
         endpoints = _own_endpoints()
         store = self.open()
         store.trust(*endpoints)
+        store.token = token()
         return store
 
-    def trust(self, endpoint: str) -> None:
-        """Add a server to those of the user's settings that may get credentials."""
+    def trust(self, url: str, endpoint: str) -> str:
+        """Let the server of an address that the user typed get credentials, if there are any.
+
+        Adds it to the user's settings.  Returns it; empty: there is none, as for a directory.
+        """
+        from mstore.remotes import address
         from mstore_cli import user_config
 
-        user_config.add("endpoints", [endpoint])
+        server = address.web_server(url) if token() else ""
+        server = endpoint or server
+        if server:
+            user_config.add("endpoints", [server])
+        return server
 
     def open_to_look(self) -> Store:
         """Do the same for a command that waits for no lock, so needs no `logging`."""
@@ -205,6 +215,11 @@ class Session:
 
         wanted = not (self._choices.no_progress or self._choices.quiet)
         return progress.bar(wanted=wanted)
+
+
+def token() -> str:
+    """Return what says to web servers who asks; empty: nothing does."""
+    return os.environ.get(TOKEN_VARIABLE, "")
 
 
 def _own_endpoints() -> list[str]:

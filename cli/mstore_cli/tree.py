@@ -131,20 +131,23 @@ class Program(click.Group):
             if len(args) == 1:
                 click.echo(ctx.get_help())
                 ctx.exit()
-            named = [word for word in args[1:] if not word.startswith("-")]
+            named = [word for word in args[1:] if not word.startswith("-")] or args[1:2]
             if len(named) > 1 + bool(second_words(named[0])):
                 raise UsageError(
                     f"help describes one command, not {len(named)}: {' '.join(named)}",
                     hint=f"{PROGRAM} help {named[0]}",
                 )
-            return self.resolve_command(ctx, [*(named or args[1:2]), "--help"])
-        if name not in VERBS and not name.startswith("-") and not ctx.resilient_parsing:
+            return self.resolve_command(ctx, [*named, "--help"])
+        if name not in FIRST_WORDS and not name.startswith("-") and not ctx.resilient_parsing:
             from mstore.terms.errors import did_you_mean
 
             hint = did_you_mean(name, FIRST_WORDS, f"{PROGRAM} --help")
             raise UsageError(f"no such command: {name!r}", hint=OTHER_WORDS.get(name) or str(hint))
         if len(args) > 1 and not args[1].startswith("-") and second_words(name):
             return self._of_two_words(ctx, name, args[1], args[2:])
+        if name in FIRST_WORDS and name not in VERBS and not ctx.resilient_parsing:
+            hints = [f"{PROGRAM} {name} {word} --help" for word in second_words(name)]
+            raise UsageError(f"{name!r} is followed by another word", hint="\n".join(hints))
         return super().resolve_command(ctx, args)
 
     def _of_two_words(

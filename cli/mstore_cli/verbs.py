@@ -14,14 +14,15 @@ GROUPS = {
     "Names": ("refs", "tag", "reset", "rename", "reflog", "rm", "note"),
     "Share": (
         *("remote", "remote add", "remote show", "remote rename", "remote rm"),
-        *("push", "fetch", "pull", "clone", "backup", "serve", "sign", "verify"),
+        *("push", "fetch", "pull", "clone", "copy", "bundle create"),
+        *("backup", "serve", "sign", "verify"),
     ),
     "Maintain": ("stats", "du", "prune", "gc", "pin", "unpin", "fsck", "doctor", "version"),
     "Rarely needed": ("materialize", "replay", "reindex", "migrate"),
 }
 """The commands by what they are for, in the order of the help; some have a second word."""
 VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
-FIRST_WORDS = tuple(verb for verb in VERBS if " " not in verb)
+FIRST_WORDS = tuple(dict.fromkeys(verb.partition(" ")[0] for verb in VERBS))
 # These act on no store, or on those given as arguments.
 OF_NO_STORE = frozenset({"methods", "mounts", "unmount", "clone", "version"})
 

@@ -62,7 +62,7 @@ class Exchanging(OpenStore):
 
         url: s3://, gs://, az:// or file:///; or, to read only, bundle:FILE or http(s)://, which is
         what `mstore serve` has below /remote/. endpoint: the server, where the provider's own is
-        not meant. Credentials come from the environment and the usual profiles.
+        not meant. Credentials come from the environment.
 
         Raises BadName, BadRequest (an address with a password or signature, say), Conflict (there
         is a remote of this name).
@@ -231,15 +231,6 @@ class Exchanging(OpenStore):
             name, refs, pulls=True, jobs=jobs, limit_rate=limit_rate, progress=progress
         )
 
-    def as_remote(self, purpose: str) -> StoreRemote:
-        """Return what this store is as a remote that is only read; close it before the store.
-
-        purpose: says to others who keeps packs from gc.
-        """
-        from mstore.remotes.store_remote import StoreRemote
-
-        return StoreRemote(self._catalog, purpose)
-
     def bundle(
         self,
         path: str | Path,
@@ -360,3 +351,13 @@ class Exchanging(OpenStore):
             return Fetch(
                 self._catalog, remote, refs, pulls=pulls, jobs=job_count(jobs), progress=progress
             ).run()
+
+
+def remote_of(store: OpenStore, purpose: str) -> StoreRemote:
+    """Return what a store is as a remote that is only read; close it before the store.
+
+    For `mstore serve`.  purpose: says to others who keeps packs from gc.
+    """
+    from mstore.remotes.store_remote import StoreRemote
+
+    return StoreRemote(store._catalog, purpose)

@@ -128,6 +128,15 @@ class Reading(OpenStore):
         id = self._catalog.resolve(revision)
         return self._notes_and_signatures(id, signers or {}, every=every)[0]
 
+    def signatures_of(
+        self, revision: Revision, *, signers: Mapping[bytes, str] | None = None
+    ) -> tuple[SignatureReport, ...]:
+        """Return the signatures of a snapshot, without those of its notes; signers: as for `log`.
+
+        Raises NotFound, BadName.
+        """
+        return self._notes_and_signatures(self._catalog.resolve(revision), signers or {})[1]
+
     def _noted(
         self, snapshots: list[SnapshotReport], signers: Mapping[bytes, str]
     ) -> list[SnapshotReport]:

@@ -33,6 +33,8 @@ from mstore.models.cast import CastReport
 from mstore.models.compare import ComparedModel, ComparedPair, ComparedPart, CompareReport
 from mstore.models.stats.analysis import AnalyzeReport
 from mstore.models.vocabulary.align import AlignedModel, AlignReport
+from mstore.remotes.bundling import BundleReport
+from mstore.remotes.copying import CopyReport
 from mstore.remotes.fetch import FetchReport
 from mstore.remotes.push import PushReport
 from mstore.remotes.registry import RemoteContents, RemoteRef, RemoteReport
@@ -85,6 +87,7 @@ __all__ = [
     "AnalyzeReport",
     "BackupReport",
     "BlameReport",
+    "BundleReport",
     "CastReport",
     "CheckReport",
     "CheckoutReport",
@@ -97,6 +100,7 @@ __all__ = [
     "ComparedPart",
     "CompatibilityFinding",
     "CompatibilityReport",
+    "CopyReport",
     "DiffReport",
     "DirectoryDiffReport",
     "ExpertBlame",

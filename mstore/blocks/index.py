@@ -412,6 +412,15 @@ class Index:
         """Return the number of a pack; None for a pack that the index does not name."""
         return self.get(transaction, PACK_IDS, pack)
 
+    def taken(self, transaction: IndexTransaction, packs: Iterable[PackId]) -> set[PackId]:
+        """Return those of these packs that the index names, also as condemned ones."""
+        condemned = {one.pack for one in self.condemned(transaction)}
+        return {
+            pack
+            for pack in packs
+            if pack in condemned or self.pack_number(transaction, pack) is not None
+        }
+
     def name_packs(self, transaction: IndexTransaction, packs: Iterable[NamedPack]) -> None:
         """Insert the rows of packs of this directory, under the numbers that they have."""
         for pack in packs:

@@ -88,7 +88,7 @@ def _checked_url(url: str, schemes: Collection[str]) -> str:
         # Not shown: it may have a secret.
         raise BadRequest(
             "an address has no user, password, query or signature",
-            hint="credentials come from the environment or the provider's profile",
+            hint="credentials come from the environment",
         )
     # A password before a sign that is not where it should be.
     shown = "this" if "@" in url else repr(url[:100])
@@ -101,10 +101,10 @@ def _checked_url(url: str, schemes: Collection[str]) -> str:
         or len(url) > _MOST_BYTES
         or is_strange
     ):
-        raise BadRequest(
-            f"{shown} is no address of this kind",
-            hint=f"it begins with {', '.join(f'{one}://' for one in schemes)}, and has no '..'",
-        )
+        hint = f"it begins with {', '.join(f'{one}://' for one in schemes)}, and has no '..'"
+        if ":" not in url and "file" in schemes and url.isprintable() and shown != "this":
+            hint = f"the address of a directory is {Path(os.path.abspath(url)).as_uri()}"
+        raise BadRequest(f"{shown} is no address of this kind", hint=hint)
     if parts.scheme == "file":
         if parts.netloc or not path.startswith("/"):
             raise BadRequest(f"{shown}: a directory's address is file:///ABSOLUTE/PATH")
@@ -128,9 +128,14 @@ def _read(url: str) -> tuple[SplitResult, str] | None:
     return None
 
 
-def server(config: RemoteConfig) -> str:
-    """Return the server that the settings of a remote name; empty if it is the provider's own."""
-    return server_of(config.url) if is_web(config.url) else config.endpoint
+def web_server(url: str) -> str:
+    """Return the server of an address, to which a token may go; empty: it is no web server's."""
+    return server_of(url) if is_web(url) else ""
+
+
+def is_read_only(url: str) -> bool:
+    """Return whether nothing can be pushed to an address."""
+    return is_web(url) or url.startswith(bundle.SCHEME)
 
 
 def opened(config: RemoteConfig, endpoints: Collection[str], token: str = "") -> Objects:

@@ -24,8 +24,6 @@ from mstore.terms.report import ProgressCallback, Report
 class CopyReport(Report, frozen=True):
     """What was copied to another store."""
 
-    source: str
-    """this store"""
     destination: str
     """the other store"""
     moved: tuple[MovedRef, ...]
@@ -76,7 +74,6 @@ def copy_refs(
         finally:
             lease.release()
     return CopyReport(
-        source=str(source),
         destination=str(destination),
         moved=done.moved,
         diverged=done.diverged,

@@ -159,13 +159,18 @@ class Fetch:
             refs.check_name(name)
             if kind not in (refs.BRANCH, refs.TAG):
                 raise Corrupt(f"the remote has a {kind!r}", where=f"{self._remote.where}: {name!r}")
-        chosen = refs.chosen(there, self._names) if self._names else list(there)
+        shown = call("remote_contents", self._remote.name)
+        try:
+            chosen = refs.chosen(there, self._names) if self._names else list(there)
+        except NotFound as error:
+            error.advise(shown)
+            raise
         for name in chosen:
             if name not in there:
                 raise NotFound(
                     f"{self._remote.name} has no such ref",
                     where=name,
-                    hint=did_you_mean(name, there, call("remote_contents", self._remote.name)),
+                    hint=did_you_mean(name, there, shown),
                 )
         begin = refs.directory_of(refs.REMOTE, self._remote.name)
         with self._catalog.index.env.read() as transaction:

@@ -16,7 +16,7 @@ from mstore.remotes.state import Remote, RemoteState
 from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import PackId
 
-_MOST_READ: Final = 16 << 20
+_MOST_READ: Final = 4 << 20
 """Bytes of tables that are read at once."""
 _CODECS: Final = frozenset(Codec)
 _DELTAS: Final = frozenset(codec for codec in Codec if codec.is_delta)

@@ -11,9 +11,11 @@ its root is replaced, and everything is after.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from typing import Final
 from uuid import uuid4
 
@@ -43,6 +45,7 @@ from mstore.remotes.places import RemotePlaces
 from mstore.remotes.state import Changes, Remote, RemoteState
 from mstore.remotes.tracking import MovedRef, follow, may_write, moved_ref
 from mstore.store import contents, refs
+from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
 from mstore.store.refs import refs_in
@@ -52,6 +55,7 @@ from mstore.terms.errors import (
     Corrupt,
     Incompatible,
     NotFound,
+    StorageFailed,
     did_you_mean,
 )
 from mstore.terms.ids import BlockId, PackId, SnapshotId
@@ -205,7 +209,8 @@ class Push:
             names = fs.listed(directory)
         for name in names:
             path = directory / name
-            with suppress(Corrupt, Absent, ValueError, msgspec.MsgspecError):
+            # Another push of this store may have removed it meanwhile.
+            with suppress(Corrupt, Absent, StorageFailed, ValueError, msgspec.MsgspecError):
                 one = msgspec.msgpack.decode(fs.read_file(path, 1 << 30), type=tuple[int, bytes])
                 pack = PackId(bytes.fromhex(name))
                 table_entries(pack, one[1], str(path))
@@ -295,7 +300,8 @@ class Push:
             if old is None and new is None:
                 there = [one for one, known in before.items() if known.snapshot is not None]
                 what = f"{self._remote.name} has no such ref"
-                raise NotFound(what, where=name, hint=did_you_mean(name, there))
+                shown = call("remote_contents", self._remote.name)
+                raise NotFound(what, where=name, hint=did_you_mean(name, there, shown))
             if old == new:
                 continue
             if row is not None and old is not None and ref is not None:
@@ -386,8 +392,8 @@ class Push:
             self._blocks += sum(entry.kind == Kind.BLOCK for entry in one.entries)
             self._packs += 1
             self._bytes += one.size
-            if not dry_run:
-                self._put(one, tick)
+        if not dry_run:
+            self._put_each(order, tick)
         used.update((key, self._at[key][0]) for key in lacking if key in self._at)
         return used
 
@@ -408,14 +414,40 @@ class Push:
                 found.append(((kind, id), index.location(transaction, row)))
         return found
 
-    def _put(self, one: Outgoing, tick: ProgressCounter) -> None:
+    def _put_each(self, order: Sequence[Outgoing], tick: ProgressCounter) -> None:
+        """Put packs, two at a time: while one ends, the other's parts keep the network at work."""
+        count = min(2, self._jobs, len(order))
+        if not count:
+            return
+        lock, stopped = threading.Lock(), threading.Event()
+
+        def told(more: int) -> None:
+            if stopped.is_set():
+                raise CancelledError
+            with lock:
+                tick(more)
+
+        def stop(_: Sequence[Outgoing]) -> None:
+            stopped.set()
+
+        def put(one: Outgoing) -> None:
+            self._put(one, max(1, self._jobs // count), told)
+
+        with (
+            ThreadPoolExecutor(count, "push") as pool,
+            closing(
+                in_order(lambda one: pool.submit(put, one), order, ahead=count, stopping=stop)
+            ) as done,
+        ):
+            for one, _ in done:
+                self._note_sent(_Sent(one.pack, one.size, one.table))
+
+    def _put(self, one: Outgoing, jobs: int, told: Callable[[int], None]) -> None:
         # Before the put: whoever is killed in it finds the pack there, or not.
         record = msgspec.msgpack.encode((one.size, one.table))
         fs.replace_file(self._remote.directory / "sent" / one.pack.hex(), record)
-        name = pack_name(one.pack)
-        data = pieces(self._catalog, one, tick)
-        self._remote.objects.put(name, one.size, data, jobs=self._jobs)
-        self._note_sent(_Sent(one.pack, one.size, one.table))
+        data = pieces(self._catalog, one, told)
+        self._remote.objects.put(pack_name(one.pack), one.size, data, jobs=jobs)
 
     # -- rows --------------------------------------------------------------------------------
 
@@ -491,7 +523,8 @@ def refs_to_send(catalog: Catalog, names: Sequence[str]) -> dict[str, refs.Ref]:
         for name in refs.chosen((one for one, _ in known.walk()), names):
             ref = known.require(name)
             if ref.kind not in (refs.BRANCH, refs.TAG):
-                raise BadRequest(f"is a {ref.kind}: only branches and tags are pushed", where=name)
+                what = f"is a {ref.kind} ref: only branches and tags are pushed"
+                raise BadRequest(what, where=name, hint=call("reset", "NAME", name))
             found[name] = ref
     return found
 

@@ -109,11 +109,17 @@ def add(
     """Give a name to a remote."""
     config = address.checked(RemoteConfig(name, url, endpoint, region))
     if any(one.name == name for one in catalog.config.remotes):
-        raise Conflict(
-            "there is a remote of this name", where=name, hint=call("remove_remote", name)
-        )
+        raise _taken(name)
     catalog.set_remotes((*catalog.config.remotes, config))
     return _report(config)
+
+
+def _taken(name: str) -> Conflict:
+    return Conflict(
+        "there is a remote of this name",
+        where=name,
+        hint=phrase("choose another name, or first {remove}", remove=call("remove_remote", name)),
+    )
 
 
 def remove(catalog: Catalog, name: str) -> RemoteReport:
@@ -130,7 +136,7 @@ def rename(catalog: Catalog, old: str, new: str) -> RemoteReport:
     config = find(catalog, old)
     renamed = address.checked(RemoteConfig(new, config.url, config.endpoint, config.region))
     if any(one.name == new for one in catalog.config.remotes):
-        raise Conflict("there is a remote of this name", where=new)
+        raise _taken(new)
     _move_refs(catalog, old, new)
     others = (one for one in catalog.config.remotes if one.name != old)
     catalog.set_remotes((*others, renamed))
@@ -252,7 +258,7 @@ def clone(
     """Make a store with all that a remote has; see `Store.clone`."""
     began = time.monotonic()
     config = address.checked(RemoteConfig(ORIGIN, url, endpoint, region))
-    objects = address.opened(config, {address.server(config)}, token)
+    objects = address.opened(config, {config.endpoint, address.web_server(config.url)}, token)
     with closing(limited(objects, limit_rate)) as objects:
         size = _block_size(objects)
         fs.require_empty(destination)

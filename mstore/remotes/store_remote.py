@@ -7,9 +7,9 @@ files. `mstore serve` shows it, and `copy` reads it.
     table         one object for each pack: header and table, as they lie in its file
     packs         also have entries that no snapshot needs: they do no harm
 
-**While the store changes.** A root and what it names are one state of the store: a *view*. A lease
-keeps the files of its packs, from before the index is read until nobody asks for them any more; gc
-may condemn them meanwhile. Where no lease can be taken, a reader may find a pack gone, and starts
+**While the store changes.** A root and what it names are one *state* of the store. A lease keeps
+the files of its packs, from before the index is read until nobody asks for them any more; gc may
+condemn them meanwhile. Where no lease can be taken, a reader may find a pack gone, and starts
 again.
 """
 
@@ -51,10 +51,10 @@ from mstore.terms.errors import Corrupt, MstoreError
 from mstore.terms.ids import Buffer, PackId
 
 IDLE_SECONDS: Final = 600
-"""A view goes if nobody asked for a part of it for so long."""
+"""A state goes if nobody asked for a part of it for so long."""
 LONGEST_SECONDS: Final = 86400
-"""A view goes so long after another one replaced it."""
-MOST_VIEWS: Final = 8
+"""A state goes so long after another one replaced it."""
+MOST_STATES: Final = 8
 _MADE: Final = 0
 """Of lists and tables: of no root, so that the same rows have the same name in each."""
 
@@ -70,11 +70,11 @@ class _Table:
         self.length = length
 
 
-class _View:
+class _State:
     """One state of the store. users: answers that send a part of it now."""
 
-    def __init__(self, state: tuple[int, int], lease: Lease | None) -> None:
-        self.state = state
+    def __init__(self, number: tuple[int, int], lease: Lease | None) -> None:
+        self.number = number
         self.lease = lease
         self.users = 0
         self.used_at = time.monotonic()
@@ -103,147 +103,150 @@ class StoreRemote(ReadOnly):
         self._purpose = purpose
         self._making = Lock()
         self._lock = Lock()
-        self._views: list[_View] = []
+        self._states: list[_State] = []
         self._tables: dict[PackId, _Table] = {}
 
     # -- as Objects says ---------------------------------------------------------------------
 
     def read_root(self, known: RootStamp | None = None) -> tuple[bytes, RootStamp] | None:
-        view = self._current()
-        stamp = RootStamp(view.nonce)
-        return None if stamp == known else (view.root, stamp)
+        state = self._current()
+        stamp = RootStamp(state.nonce)
+        return None if stamp == known else (state.root, stamp)
 
     def read_each(self, name: str, spans: Sequence[tuple[int, int]]) -> list[Buffer]:
-        view = self._view(name)
-        size = self._size(view, name)
+        state = self._state(name)
+        size = self._size(state, name)
         if any(offset < 0 or length < 0 or offset + length > size for offset, length in spans):
             raise short(self.where, name)
-        return [self._read(view, name, offset, length) for offset, length in spans]
+        return [self._read(state, name, offset, length) for offset, length in spans]
 
     def size(self, name: str) -> int:
-        return self._size(self._view(name), name)
+        return self._size(self._state(name), name)
 
     def time_ns(self, name: str) -> int:
-        return self._view(name).time_ns
+        return self._state(name).time_ns
 
     def names(self, below: str) -> Iterator[Listed]:
-        view = self._current()
-        for name in (*view.lists, *view.packs, *view.tables):
+        state = self._current()
+        for name in (*state.lists, *state.packs, *state.tables):
             if name.startswith(below):
-                yield Listed(name, self._size(view, name), view.time_ns)
+                yield Listed(name, self._size(state, name), state.time_ns)
 
     def close(self) -> None:
-        """Let go of all views."""
+        """Let go of all states."""
         with self._lock:
-            views, self._views = self._views, []
-        for one in views:
+            states, self._states = self._states, []
+        for one in states:
             one.release()
 
     # -- what they are -----------------------------------------------------------------------
 
-    def _size(self, view: _View, name: str) -> int:
-        if name in view.lists:
-            return len(view.lists[name])
-        if name in view.packs:
-            return view.packs[name][1]
-        return view.tables[name][1].length + HEADER_BYTES
+    def _size(self, state: _State, name: str) -> int:
+        if name in state.lists:
+            return len(state.lists[name])
+        if name in state.packs:
+            return state.packs[name][1]
+        return state.tables[name][1].length + HEADER_BYTES
 
-    def _read(self, view: _View, name: str, offset: int, length: int) -> Buffer:
-        if name in view.lists:
-            return view.lists[name][offset : offset + length]
+    def _read(self, state: _State, name: str, offset: int, length: int) -> Buffer:
+        if name in state.lists:
+            return state.lists[name][offset : offset + length]
         read = self._catalog.packs.read
         try:
-            if name in view.packs:
-                return read(view.packs[name][0], offset, length)
-            pack, table = view.tables[name]
+            if name in state.packs:
+                return read(state.packs[name][0], offset, length)
+            pack, table = state.tables[name]
             head = read(pack, 0, HEADER_BYTES)[offset : offset + length]
             start = max(0, offset - HEADER_BYTES)
             return bytes(head) + read(pack, table.offset + start, length - len(head))
         except PackGone as error:
             raise _absent(f"{self.where}/{name}") from error
 
-    # -- views -------------------------------------------------------------------------------
+    # -- states -------------------------------------------------------------------------------
 
-    def _view(self, name: str) -> _View:
-        """Return the newest view that has an object. Raises Absent."""
-        found = self._noted(name)
+    def _state(self, name: str, *, users: int = 0) -> _State:
+        """Return the newest state that has an object. Raises Absent.
+
+        users: so many answers begin to send it.
+        """
+        found = self._noted(name, users)
         if found is None:
             # Its root may be known from before this process, say.
             self._current()
-            found = self._noted(name)
+            found = self._noted(name, users)
         if found is None:
             raise _absent(f"{self.where}/{name}")
         return found
 
-    def _noted(self, name: str) -> _View | None:
-        """Note that somebody asks for an object; return the newest view that has it."""
+    def _noted(self, name: str, users: int = 0) -> _State | None:
+        """Note that somebody asks for an object; return the newest state that has it."""
         now = time.monotonic()
         with self._lock:
-            having = [one for one in self._views if one.has(name)]
+            having = [one for one in self._states if one.has(name)]
             for one in having:
                 one.used_at = now
-            return having[-1] if having else None
+            if not having:
+                return None
+            having[-1].users += users
+            return having[-1]
 
     def is_ready(self, name: str) -> bool:
         """Return whether an object is known; else looking for it reads the whole index."""
         if name != ROOT:
             return self._noted(name) is not None
-        state = self._state()
+        number = self._number()
         with self._lock:
-            return bool(self._views) and self._views[-1].state == state
+            return bool(self._states) and self._states[-1].number == number
 
     def hold(self, name: str) -> Callable[[], None]:
         """Keep an object until the returned function is called. Raises Absent."""
-        view = self._view(name)
-        with self._lock:
-            view.users += 1
-        return partial(self._let_go, view)
+        return partial(self._let_go, self._state(name, users=1))
 
-    def _let_go(self, view: _View) -> None:
+    def _let_go(self, state: _State) -> None:
         with self._lock:
-            view.users -= 1
-            view.used_at = time.monotonic()
+            state.users -= 1
+            state.used_at = time.monotonic()
 
     def tidy(self) -> None:
-        """Let go of views that nobody reads. Call it now and then."""
-        if not self._views:
+        """Let go of states that nobody reads. Call it now and then."""
+        if not self._states:
             return
-        state = self._state()
+        number = self._number()
         now = time.monotonic()
         with self._lock:
-            for one in self._views:
-                if one.state != state and one.replaced_at is None:
+            for one in self._states:
+                if one.number != number and one.replaced_at is None:
                     one.replaced_at = now
-            gone = [one for one in self._views if one.users == 0 and _is_over(one, now)]
-            self._views = [one for one in self._views if one not in gone]
+            gone = [one for one in self._states if one.users == 0 and _is_over(one, now)]
+            self._states = [one for one in self._states if one not in gone]
         for one in gone:
             one.release()
 
-    def _state(self) -> tuple[int, int]:
+    def _number(self) -> tuple[int, int]:
         # Asked first: it opens files that replaced those of the index.
         generation = self._catalog.generation()
         return self._catalog.index.env.times_replaced, generation
 
-    def _current(self) -> _View:
-        """Return the view of the store as it is now."""
+    def _current(self) -> _State:
+        """Return the state of the store as it is now."""
         with self._making:
-            state = self._state()
+            number = self._number()
             with self._lock:
-                if self._views and self._views[-1].state == state:
-                    self._views[-1].used_at = time.monotonic()
-                    return self._views[-1]
-            view = self._made()
+                if self._states and self._states[-1].number == number:
+                    self._states[-1].used_at = time.monotonic()
+                    return self._states[-1]
+            state = self._made()
             with self._lock:
-                self._views.append(view)
-                most = [one for one in self._views[:-MOST_VIEWS] if one.users == 0]
-                self._views = [one for one in self._views if one not in most]
+                self._states.append(state)
+                most = [one for one in self._states[:-MOST_STATES] if one.users == 0]
+                self._states = [one for one in self._states if one not in most]
         for one in most:
             one.release()
-        return view
+        return state
 
     # -- making one --------------------------------------------------------------------------
 
-    def _made(self) -> _View:
+    def _made(self) -> _State:
         lease: Lease | None = None
         # Reading must go on where nothing can be written.
         with suppress(MstoreError):
@@ -255,11 +258,11 @@ class StoreRemote(ReadOnly):
                 lease.release()
             raise
 
-    def _filled(self, lease: Lease | None) -> _View:
+    def _filled(self, lease: Lease | None) -> _State:
         index = self._catalog.index
         with index.env.read() as transaction:
             # Its packs are there until the lease ends: who condemns one later sees the lease.
-            view = _View((index.env.times_replaced, index.generation(transaction)), lease)
+            state = _State((index.env.times_replaced, index.generation(transaction)), lease)
             listed = dict.fromkeys(listing.ids(index, transaction))
             named = [
                 RefRow(name, ref.kind, bytes(ref.snapshot), ())
@@ -277,8 +280,8 @@ class StoreRemote(ReadOnly):
         tables = {pack: table for pack, table in known.items() if table is not None}
         self._tables = tables
         for pack, table in tables.items():
-            view.packs[pack_name(pack)] = pack, sizes[pack]
-            view.tables[table_name(_MADE, table.id)] = pack, table
+            state.packs[pack_name(pack)] = pack, sizes[pack]
+            state.tables[table_name(_MADE, table.id)] = pack, table
         rows: dict[str, list[Any]] = {
             "refs": named,
             "snapshots": [
@@ -306,8 +309,8 @@ class StoreRemote(ReadOnly):
                 if note_packs.get(note) in tables
             ],
         }
-        self._encode(view, rows)
-        return view
+        self._encode(state, rows)
+        return state
 
     def _table(self, pack: PackId, size: int) -> _Table | None:
         """Return where a pack's table lies; None if the pack is damaged: refs may not need it."""
@@ -323,24 +326,24 @@ class StoreRemote(ReadOnly):
                 return _Table(TableId.of(data), offset, length)
         return None
 
-    def _encode(self, view: _View, rows: dict[str, list[Any]]) -> None:
+    def _encode(self, state: _State, rows: dict[str, list[Any]]) -> None:
         """Make lists and root."""
-        generation = view.state[1]
+        generation = state.number[1]
         lists = []
         for kind in LISTS:
             for some in cut(sorted(rows[kind], key=lambda row: row.key)):
                 id, data = layout.encode_list(kind, some)
                 first = some[0].key.hex()
                 named = Named(kind, str(id), first, len(some), len(data), _MADE)
-                view.lists[named.name] = data
+                state.lists[named.name] = data
                 lists.append(named)
         uuid = self._catalog.layout.uuid
         # By any process the same, and another one where the same generation is another state.
         told = f"{uuid} {generation} {' '.join(one.id for one in lists)}"
-        view.nonce = blake3(told.encode()).hexdigest(length=16)
+        state.nonce = blake3(told.encode()).hexdigest(length=16)
         size = self._catalog.block_size
-        root = RemoteRoot(layout.VERSION, uuid, size, generation, view.nonce, tuple(lists))
-        view.root = root.encode()
+        root = RemoteRoot(layout.VERSION, uuid, size, generation, state.nonce, tuple(lists))
+        state.root = root.encode()
 
 
 def cut(rows: Sequence[Any]) -> Iterator[Sequence[Any]]:
@@ -362,9 +365,9 @@ def cut(rows: Sequence[Any]) -> Iterator[Sequence[Any]]:
     yield from cut(rows[at:])
 
 
-def _is_over(view: _View, now: float) -> bool:
-    replaced = view.replaced_at
-    return now - view.used_at >= IDLE_SECONDS or (
+def _is_over(state: _State, now: float) -> bool:
+    replaced = state.replaced_at
+    return now - state.used_at >= IDLE_SECONDS or (
         replaced is not None and now - replaced >= LONGEST_SECONDS
     )
 

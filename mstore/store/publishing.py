@@ -120,14 +120,13 @@ class NewPacks:
         """Raise Conflict if a pack from elsewhere came here meanwhile by another way."""
         index = self._catalog.index
         with index.env.read() as transaction:
-            condemned = {one.pack for one in index.condemned(transaction)}
-            for pack in self.sealed:
-                if pack.id in condemned or index.pack_number(transaction, pack.id) is not None:
-                    raise Conflict(
-                        "the pack was stored by another command meanwhile",
-                        where=f"pack {pack.id.hex()}",
-                        hint="run the command again",
-                    )
+            taken = index.taken(transaction, (pack.id for pack in self.sealed))
+        if taken:
+            raise Conflict(
+                "the pack was stored by another command meanwhile",
+                where=f"pack {min(taken).hex()}",
+                hint="run the command again",
+            )
 
     def _give_names(self) -> None:
         if self.sealed:

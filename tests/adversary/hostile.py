@@ -119,6 +119,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "unpin": ("unpin", "merged"),
     "backup": ("backup", "out/backup"),
     "clone": ("clone", "s", "out/clone"),
+    "copy": ("copy", "base", "out/other"),
+    "bundle create": ("bundle", "create", "out/base.mbundle", "base"),
     "remote": ("remote",),
     "remote add": ("remote", "add", "other", "file:///nowhere"),
     "remote show": ("remote", "show", "origin"),
@@ -150,6 +152,7 @@ WRITING = (
     ),
     *("reset", "rename", "rm", "prune", "gc", "pin", "fsck", "reindex", "backup", "clone"),
     *("remote add", "remote rename", "remote rm", "push", "fetch", "pull"),
+    *("copy", "bundle create"),
 )
 
 
@@ -184,6 +187,7 @@ class Stage:
         for name in ("base", "tuned", "third", "fourth"):
             small_model(path / "models" / name, name)
         self._as(side.maker, self._fill)
+        self._as(side.victim, self._make_other)
         self._interrupted()
 
     def _fill(self) -> None:
@@ -199,6 +203,11 @@ class Stage:
         ]
         for line in lines:
             assert program.run([*store, *line]) == 0, line
+
+    def _make_other(self) -> None:
+        """Make an empty store of the victim's, for `copy`."""
+        line = ("--quiet", "--store", str(self.path / "empty"), "init", "--block-size", "64KiB")
+        assert program.run([*line]) == 0
 
     def _interrupted(self) -> None:
         """Leave what a killed command and an earlier gc left, and keep all that as the template."""
@@ -235,6 +244,8 @@ class Stage:
             (self.path / name).mkdir(mode=0o700)
             if name == "out":
                 (self.path / name / "mount").mkdir()
+                empty = self.path / "empty"
+                subprocess.run(["cp", "-a", empty, self.path / name / "other"], check=True)
         (self.victim / "thesis").write_text("precious")
         self._give(self.path / "outside", self.path / "out", self.path / "out" / "mount")
 

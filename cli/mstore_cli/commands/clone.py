@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +20,8 @@ from mstore_cli.options import (
     Threads,
     parse_path,
 )
-from mstore_cli.output import Screen
-from mstore_cli.session import Session
+from mstore_cli.output import Screen, near
+from mstore_cli.session import Session, token
 from mstore_cli.sizes import counted, format_seconds, format_size
 
 
@@ -41,7 +42,8 @@ def clone(
         str,
         Argument(
             metavar="SRC",
-            help="A store, a backup, or the address of a remote: s3://..., file:///...",
+            help="A store, a backup, or the address of a remote: s3://..., file:///..., "
+            "bundle:FILE, http://HOST/remote.",
             type=_word,
             shell_complete=completion.files,
         ),
@@ -60,12 +62,14 @@ def clone(
     every block is checked. Statistics, the memo table and remotes are not copied.
 
     From the address of a remote come its branches, its tags and what they need. The new store knows
-    the remote as origin. --endpoint, --region, --jobs and --limit-rate are for that.
+    the remote as origin. --endpoint, --region, --jobs and --limit-rate are for that. A web server
+    gets the token in the variable MSTORE_TOKEN, if you have one.
     """
     given = session.given_store
     if given is not None and given.absolute() != Path(source).absolute():
         raise UsageError(f"two stores named: {source} and, by --store, {given}")
     from mstore import Store
+    from mstore.remotes.address import is_address
 
     with session.progress() as tick:
         report = Store.clone(
@@ -73,13 +77,13 @@ def clone(
             destination,
             endpoint=endpoint or "",
             region=region or "",
+            token=token(),
             threads=threads,
             jobs=jobs,
             limit_rate=rate_of(limit_rate),
             progress=tick,
         )
-        if endpoint:
-            session.trust(endpoint)
+        session.trust(source, endpoint or "")
         session.settled()
 
     def human(screen: Screen) -> None:
@@ -96,5 +100,8 @@ def clone(
                 ("time", format_seconds(report.seconds)),
             ]
         )
+        if is_address(source):
+            where = shlex.quote(near(report.path))
+            screen.command("to get what comes later", f"mstore --store {where} pull origin")
 
     session.output.emit(report, ids=[report.uuid], human=human)

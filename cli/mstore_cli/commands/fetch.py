@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mstore_cli.command import command
-from mstore_cli.exchange import rate_of, resumable, show_fetched
+from mstore_cli.exchange import rate_of, resumable, show_fetched, signed
 from mstore_cli.options import JOBS, Jobs, LimitRate, Remote, RemoteRefs
 from mstore_cli.session import Session
 
@@ -31,8 +31,9 @@ def fetch(
     with session.open_to_exchange() as store, session.progress() as tick, resumable():
         report = store.fetch(name, refs, jobs=jobs, limit_rate=rate_of(limit_rate), progress=tick)
         session.settled()
+        signatures = signed(store, report.fetched)
     session.output.emit(
         report,
         ids=[one.name for one in report.fetched],
-        human=lambda screen: show_fetched(screen, report),
+        human=lambda screen: show_fetched(screen, report, signatures),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mstore_cli.command import command
 from mstore_cli.errors import FAILURE, Ended
-from mstore_cli.exchange import rate_of, resumable, show_fetched
+from mstore_cli.exchange import rate_of, resumable, show_fetched, signed
 from mstore_cli.options import JOBS, Jobs, LimitRate, Remote, RemoteRefs
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
@@ -32,21 +32,27 @@ def pull(
     with session.open_to_exchange() as store, session.progress() as tick, resumable():
         report = store.pull(name, refs, jobs=jobs, limit_rate=rate_of(limit_rate), progress=tick)
         session.settled()
-        tags = {one.name for one in store.refs() if one.kind == "tag"} & {*report.diverged}
+        signatures = signed(store, (*report.fetched, *report.moved))
+        kinds = {one.name: one.kind for one in store.refs()} if report.diverged else {}
     session.warn_if_quiet(f"{one} diverged from {name}'s, and stays" for one in report.diverged)
 
     def human(screen: Screen) -> None:
-        show_fetched(screen, report)
+        show_fetched(screen, report, signatures)
         for one in report.diverged:
-            _show_diverged(screen, name, one, is_tag=one in tags)
+            _show_diverged(screen, name, one, kinds.get(one))
 
     session.output.emit(report, ids=[one.name for one in report.moved], human=human)
     if report.diverged:
         raise Ended(FAILURE)
 
 
-def _show_diverged(screen: Screen, remote: str, ref: str, *, is_tag: bool) -> None:
-    if is_tag:
+def _show_diverged(screen: Screen, remote: str, ref: str, kind: str | None) -> None:
+    if kind is None:
+        why = "it would be above or below a ref of this store"
+        screen.line(f"{ref} is not made here: {why}", style="red")
+        screen.command("  to make a branch of it", f"mstore reset NAME {remote}/{ref}")
+        return
+    if kind == "tag":
         screen.line(f"{ref} is a tag here, and another one there: it stays", style="red")
         screen.command("  to take theirs", f"mstore rm {ref} && mstore pull {remote} {ref}")
         return

@@ -99,9 +99,15 @@ def _show(screen: Screen, report: PushReport) -> None:
     show_moved(screen, report.moved)
     screen.fields(
         [
-            ("snapshots", None if report.dry_run else report.snapshots),
-            ("blocks", report.blocks),
-            ("size", f"{counted(report.packs, 'pack')}, {format_size(report.bytes_sent)}"),
+            ("snapshots", report.snapshots or None),
+            ("blocks", report.blocks or None),
+            ("size", _sent(report)),
             ("time", format_seconds(report.seconds)),
         ]
     )
+
+
+def _sent(report: PushReport) -> str | None:
+    if not report.packs:
+        return None
+    return f"{counted(report.packs, 'pack')}, {format_size(report.bytes_sent)}"

@@ -20,7 +20,9 @@ def remote_add(
     url: Annotated[
         str,
         Argument(
-            metavar="URL", help="s3://BUCKET/PREFIX, gs://..., az://..., or file:///DIRECTORY."
+            metavar="URL",
+            help="s3://BUCKET/PREFIX, gs://..., az://..., or file:///DIRECTORY; to read only, "
+            "bundle:FILE or http(s)://HOST/remote of `mstore serve`.",
         ),
     ],
     endpoint: Endpoint = None,
@@ -29,21 +31,24 @@ def remote_add(
     """Give a remote a name in this store.
 
     Nothing is sent or asked: the first `mstore push` makes the remote. Credentials come from the
-    environment and the profiles of the provider, never from URL. A store's settings may be a
+    environment, never from URL. A store's settings may be a
     stranger's, so credentials go to the provider's own servers, and to others only if your settings
-    or your environment name them: `mstore config --user endpoints`.
+    or your environment name them: `mstore config --user endpoints`. A web server gets the token in
+    the variable MSTORE_TOKEN, if you have one.
     """
+    from mstore.remotes.address import is_read_only
+
     with session.open() as store:
         report = store.add_remote(name, url, endpoint=endpoint or "", region=region or "")
-        if report.endpoint:
-            session.trust(report.endpoint)
+        server = session.trust(report.url, report.endpoint)
         session.settled()
 
     def human(screen: Screen) -> None:
         screen.line(f"{report.name} is {report.url}", style="green")
-        if report.endpoint:
-            screen.line(f"your credentials may go to {report.endpoint}")
-        screen.command("to send models", f"mstore push {report.name} --all")
+        if server:
+            screen.line(f"your credentials may go to {server}")
+        if not is_read_only(report.url):
+            screen.command("to send models", f"mstore push {report.name} --all")
         screen.command("to get its models", f"mstore pull {report.name}")
 
     session.output.emit(report, ids=[report.name], human=human)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
-from mstore_cli.errors import warn
+from mstore_cli.errors import UsageError, warn
 from mstore_cli.options import Option
 from mstore_cli.output import Mode, Screen
-from mstore_cli.session import Session
+from mstore_cli.session import TOKEN_VARIABLE, Session, token
 
 if TYPE_CHECKING:
     from mstore_serve.serving import ServeInfo
@@ -51,6 +51,13 @@ def serve(
             "end.",
         ),
     ] = TIMEOUT,
+    needs_token: Annotated[
+        bool,
+        Option(
+            "--token",
+            help="Answer only requests that bring the token in your variable MSTORE_TOKEN.",
+        ),
+    ] = False,
     log: Annotated[
         Path | None,
         Option("--log", metavar="FILE", help="Append the log to a file, not to standard error."),
@@ -58,8 +65,10 @@ def serve(
 ) -> None:
     """Serve refs, snapshots and their files over HTTP.
 
-    The server only reads, and runs until Ctrl-C. There is no authentication. Each request is
-    logged; with --quiet only errors are, unless --log names a file.
+    The server only reads, and runs until Ctrl-C. Without --token there is no authentication. Each
+    request is logged; with --quiet only errors are, unless --log names a file.
+
+    Below /remote/ it shows the store as a remote: `mstore clone http://HOST:PORT/remote DIR`.
     """
     from mstore_serve.serving import serve as run_server
 
@@ -69,13 +78,25 @@ def serve(
             screen.line("to end it: Ctrl-C")
 
         session.output.emit(info, ids=[info.url], human=human)
-        if not info.loopback:
+        if not info.loopback and needs_token:
+            warn(
+                "without TLS, the network can read the token and every model that is sent",
+                "let a proxy with TLS stand before it (docs/serving.md)",
+            )
+        elif not info.loopback:
             warn(
                 f"there is no authentication: whoever reaches {info.url} can read every model "
                 "in this store",
                 "let a proxy with passwords and TLS stand before it (docs/serving.md)",
             )
 
+    given = token() if needs_token else ""
+    if needs_token and not given:
+        raise UsageError(
+            f"--token: {TOKEN_VARIABLE} is not set",
+            hint=f"export {TOKEN_VARIABLE}="
+            "$(python3 -c 'import secrets; print(secrets.token_urlsafe())')",
+        )
     with session.open() as store:
         run_server(
             store,
@@ -84,6 +105,7 @@ def serve(
             names=allow_name,
             connections=connections,
             timeout=timeout,
+            token=given,
             log=log,
             access_log=log is not None or session.output.mode is not Mode.QUIET,
             on_ready=ready,
