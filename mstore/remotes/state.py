@@ -5,7 +5,11 @@ Owns what this store keeps of a remote, in `remotes/NAME/`, all of which can be 
     root        the root that was read last, and which it was
     lists/      lists, by their names
     places/     where entries lie in the remote's packs (`mstore.blocks.segments`)
-    sent/       tables of packs that were put, and that no root names yet
+    sent/       tables of packs that were put, and that no root names yet; the next push that ends
+                forgets them
+    incoming/   packs that came whole, and are not published yet; the next fetch uses or removes
+                them
+    fetch.lock  held by a fetch
 """
 
 from __future__ import annotations
