@@ -229,6 +229,27 @@ def test_nothing_is_there(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_remote_is_kept_in_order(there: Program, tmp_path: Path) -> None:
+    """`remote du` says what refs take, `gc` condemns and deletes what none needs, and `fsck` finds
+    what is damaged and ends with 1."""
+    usage = there.succeed("remote", "du", "origin", "--json").document
+    assert [one["name"] for one in usage["refs"]] == ["base", "tuned", "v1"]
+    there.succeed("push", "origin", "--delete", "tuned")
+    gone = there.succeed("remote", "gc", "origin", "--reflog-days", "0", "-q").lines
+    assert gone == there.succeed("show", "tuned", "-q").lines
+    there.succeed("remote", "gc", "origin", "--reflog-days", "0", "--grace-hours", "0")
+    clean = there.succeed("remote", "fsck", "origin", "--read-data")
+    assert clean.lines[0].startswith("no problems at origin, ")
+    assert there.succeed("remote", "fsck", "origin").lines[-1].endswith("origin --read-data")
+    for pack in (tmp_path / "there" / "packs").rglob("*.pack"):
+        pack.unlink()
+    damaged = there("remote", "fsck", "origin")
+    assert damaged.status == 1
+    assert "problem" in damaged.lines[0]
+    assert "packs/" in damaged.out
+    assert damaged.lines[-1].startswith("next: ")
+
+
 def test_wrong_names_are_told(there: Program) -> None:
     """Names that are taken or missing, of remotes and of their refs, are told with what to do."""
     named = f"mstore --store {there.store}"
