@@ -2,10 +2,10 @@
 
     python tests/remote_soak.py --seconds 600
 
-Each worker is a process with a store of its own, which adds to a branch of its own and to branches
-that all share, pushes, fetches and pulls; where another was first, it takes that one's commit and
-adds on top. It tells each push that was acknowledged. At the end the remote's moves are those that
-were told, in one order; a clone has every commit, byte for byte.
+Each worker is a process; where there are many, two share a store. It adds to a branch of its own
+and to branches that all share, pushes, fetches and pulls. Where another was first, it takes that
+one's commit and adds on top. It tells each push that was acknowledged. At the end the moves that
+were told follow each other; a clone has every commit, byte for byte.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fault_proxy import FaultProxy, moto
@@ -35,7 +35,7 @@ from mstore.terms.errors import Conflict
 WORKERS = 8
 SHARED = ("shared/a", "shared/b")
 SEEDS = 3
-DEADLINE = 120
+DEADLINE = 300
 """Seconds that one call may take before it counts as stuck, on cores that are much too busy."""
 LEAST = 8
 """Calls of a worker, however short the time is: a busy machine skips no kind of call."""
@@ -62,10 +62,21 @@ class Worker:
             # SIGALRM ends the process with every thread's stack.
             signal.alarm(DEADLINE)
             start = time.monotonic()
-            call()
+            self._patiently(call)
             signal.alarm(0)
             self._tell(call=call.__name__, seconds=time.monotonic() - start)
         self._store.close()
+
+    def _patiently(self, call: Callable[[], None]) -> None:
+        """Call once more after a conflict: another worker of this store moved the same refs."""
+        for attempt in range(20):
+            try:
+                call()
+            except Conflict as error:
+                self._tell(conflict=error.what, attempt=attempt)
+            else:
+                return
+        raise AssertionError(f"{call.__name__} never gets through")
 
     def _tell(self, **what: object) -> None:
         print(json.dumps(what), file=self._spoken)
@@ -171,10 +182,12 @@ def _run(scratch: Path, names: Sequence[str], seed: int, seconds: float) -> None
     """Start the processes of these names and wait."""
     path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     processes: dict[str, subprocess.Popen[bytes]] = {}
+    stores = -(-len(names) * 3 // 4)
     try:
         for number, name in enumerate(names):
-            root = scratch / f"store-{name}"
-            Store.clone(URL, root)
+            root = scratch / f"store-{number % stores}"
+            if not root.exists():
+                Store.clone(URL, root)
             with (scratch / f"{name}.errors").open("w") as errors:
                 command = _process(root, name, scratch, seed + number, seconds)
                 processes[name] = subprocess.Popen(command, stderr=errors, env=path)

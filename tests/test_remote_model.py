@@ -152,6 +152,8 @@ class Story:
         seen = self.seen[name] | {one: id for one, (_, id) in new.items()}
         if not dies:
             call()
+            again = self.stores[name].push(REMOTE, some, **options)
+            assert (again.packs, again.moved) == (0, ()), self.told
         if not dies or not self.died(name, call):
             self.is_made, self.there, self.seen[name] = True, self.there | new, seen
             return
@@ -264,6 +266,8 @@ class Story:
         else:
             report = call(REMOTE, some)
             assert set(report.diverged) == apart, self.told
+            again = call(REMOTE, some)
+            assert (again.bytes_received, again.fetched, again.moved) == (0, (), ()), self.told
         self.refs[name], self.seen[name] = refs, seen
 
     def is_ancestor(self, old: SnapshotId, new: SnapshotId) -> bool:

@@ -376,6 +376,7 @@ def test_credentials_that_cannot_be_used(
     with pytest.raises(Unavailable, match=says) as caught:
         bucket.connect(url, {})
     assert "SECRET" not in servers.shown(caught.value)
+    assert caught.value.hint
 
 
 def test_nothing_of_a_push_is_kept_in_the_store(

@@ -19,6 +19,7 @@ from http_server import Served, served
 from small_models import BLOCK, files_of, small_model
 
 from mstore import Store
+from mstore.api.exchanging import remote_of
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Kind
 from mstore.blocks.segments import Segments
@@ -297,7 +298,7 @@ def test_addresses_with_secrets(url: str, store: Store) -> None:
 @pytest.fixture
 def remote(store: Store) -> Iterator[StoreRemote]:
     """That store as a remote."""
-    with closing(store.as_remote("a test")) as remote:
+    with closing(remote_of(store, "a test")) as remote:
         yield remote
 
 
@@ -373,7 +374,7 @@ def test_a_root_is_the_same_by_any_process(store: Store, remote: StoreRemote) ->
     and a client that knows the root gets none."""
     got = remote.read_root()
     assert got is not None
-    with closing(store.as_remote("another")) as other:
+    with closing(remote_of(store, "another")) as other:
         assert other.read_root() == got
         assert {one.name for one in other.names("")} == {one.name for one in remote.names("")}
     assert remote.read_root(got[1]) is None
@@ -387,7 +388,7 @@ def test_a_root_is_the_same_by_any_process(store: Store, remote: StoreRemote) ->
 def test_an_object_of_a_root_that_was_read_before(store: Store, remote: StoreRemote) -> None:
     """A server that was started again has the objects of the root that a client knows."""
     name = next(one.name for one in remote.names("lists/"))
-    with closing(store.as_remote("another")) as other:
+    with closing(remote_of(store, "another")) as other:
         assert other.size(name) == remote.size(name)
 
 
@@ -414,7 +415,7 @@ def test_a_store_that_may_only_be_read_is_served(
 
     small_model(tmp_path / "in" / "gone", "gone")
     store.add(tmp_path / "in" / "gone", name="gone")
-    with monkeypatch.context() as patch, closing(store.as_remote("a test")) as remote:
+    with monkeypatch.context() as patch, closing(remote_of(store, "a test")) as remote:
         patch.setattr(store_remote, "Lease", refused)
         state = state_of(remote, tmp_path / "x")
         assert collected(store, "gone") == 0

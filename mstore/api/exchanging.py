@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mstore.api.open_store import OpenStore, local_path, thread_count
+from mstore.api.open_store import OpenStore, job_count, local_path, thread_count
 
 if TYPE_CHECKING:
     from mstore.remotes.bundling import BundleReport
@@ -62,7 +62,7 @@ class Exchanging(OpenStore):
 
         url: s3://, gs://, az:// or file:///; or, to read only, bundle:FILE or http(s)://, which is
         what `mstore serve` has below /remote/. endpoint: the server, where the provider's own is
-        not meant. Credentials come from the environment and the usual profiles.
+        not meant. Credentials come from the environment.
 
         Raises BadName, BadRequest (an address with a password or signature, say), Conflict (there
         is a remote of this name).
@@ -134,7 +134,7 @@ class Exchanging(OpenStore):
         from mstore.remotes.check import RemoteCheck
 
         with self._remote(name) as remote:
-            return RemoteCheck(self._catalog, remote, jobs=jobs, progress=progress).run(
+            return RemoteCheck(self._catalog, remote, jobs=job_count(jobs), progress=progress).run(
                 read_data=read_data
             )
 
@@ -187,7 +187,7 @@ class Exchanging(OpenStore):
                 delete=delete,
                 contents_of_ancestors=ancestors,
                 force_with_lease=force_with_lease,
-                jobs=jobs,
+                jobs=job_count(jobs),
                 progress=progress,
             ).run(dry_run=dry_run)
 
@@ -230,15 +230,6 @@ class Exchanging(OpenStore):
         return self._fetched(
             name, refs, pulls=True, jobs=jobs, limit_rate=limit_rate, progress=progress
         )
-
-    def as_remote(self, purpose: str) -> StoreRemote:
-        """Return what this store is as a remote that is only read; close it before the store.
-
-        purpose: says to others who keeps packs from gc.
-        """
-        from mstore.remotes.store_remote import StoreRemote
-
-        return StoreRemote(self._catalog, purpose)
 
     def bundle(
         self,
@@ -283,7 +274,9 @@ class Exchanging(OpenStore):
         """
         from mstore.remotes.copying import copy_refs
 
-        return copy_refs(self._catalog, local_path(destination), refs, jobs=jobs, progress=progress)
+        return copy_refs(
+            self._catalog, local_path(destination), refs, jobs=job_count(jobs), progress=progress
+        )
 
     @staticmethod
     def clone(
@@ -321,7 +314,7 @@ class Exchanging(OpenStore):
                 endpoint=endpoint,
                 region=region,
                 token=token,
-                jobs=jobs,
+                jobs=job_count(jobs),
                 limit_rate=limit_rate,
                 progress=progress,
             )
@@ -356,5 +349,15 @@ class Exchanging(OpenStore):
 
         with self._remote(name, limit_rate) as remote:
             return Fetch(
-                self._catalog, remote, refs, pulls=pulls, jobs=jobs, progress=progress
+                self._catalog, remote, refs, pulls=pulls, jobs=job_count(jobs), progress=progress
             ).run()
+
+
+def remote_of(store: OpenStore, purpose: str) -> StoreRemote:
+    """Return what a store is as a remote that is only read; close it before the store.
+
+    For `mstore serve`.  purpose: says to others who keeps packs from gc.
+    """
+    from mstore.remotes.store_remote import StoreRemote
+
+    return StoreRemote(store._catalog, purpose)

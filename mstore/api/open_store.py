@@ -363,9 +363,18 @@ def thread_count(threads: int | None) -> int:
     """Return the given number, or as many threads as this process may use.  Raises BadRequest."""
     if threads is None:
         return len(os.sched_getaffinity(0))
-    number = whole_number(threads)
+    return _count("threads", threads)
+
+
+def job_count(jobs: int) -> int:
+    """Return a number of jobs.  Raises BadRequest."""
+    return _count("jobs", jobs)
+
+
+def _count(what: str, given: int) -> int:
+    number = whole_number(given)
     if number is None or not 1 <= number <= 256:
-        raise BadRequest(f"threads must be between 1 and 256, not {threads}")
+        raise BadRequest(f"{what} must be between 1 and 256, not {given}")
     return number
 
 

@@ -88,7 +88,7 @@ def _checked_url(url: str, schemes: Collection[str]) -> str:
         # Not shown: it may have a secret.
         raise BadRequest(
             "an address has no user, password, query or signature",
-            hint="credentials come from the environment or the provider's profile",
+            hint="credentials come from the environment",
         )
     # A password before a sign that is not where it should be.
     shown = "this" if "@" in url else repr(url[:100])

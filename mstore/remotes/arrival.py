@@ -10,11 +10,13 @@ A block that is a difference to one that is a difference here itself is stored a
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 import msgspec
@@ -24,10 +26,9 @@ from mstore.blocks.codecs import Elements, encode
 from mstore.blocks.location import Key, Location
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import NO_BASE, Kind, PackEntry, SealedPack, read_footer
-from mstore.blocks.reader import BlockReader, located
+from mstore.blocks.reader import BlockReader, decoded, located, verify
 from mstore.remotes.layout import pack_name
 from mstore.remotes.needs import Needs
-from mstore.remotes.objects import PIECE_BYTES
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.records import PackSpan, lacks, spans
 from mstore.remotes.state import Remote, RemoteState
@@ -42,6 +43,8 @@ from mstore.terms.ids import BlockId, Buffer, Id, PackId
 from mstore.terms.report import ProgressCallback, ProgressCounter
 from mstore.upkeep.check.findings import RECORDS, typed_id
 
+PIECE_BYTES: Final = 4 << 20
+"""Bytes of one request for a part of a pack; a job may have two such in memory."""
 _WHOLE: Final = 0.5
 """A pack of which this share is needed is downloaded whole."""
 _PACK: Final = ".pack"
@@ -76,6 +79,34 @@ class Incoming:
             return fs.listed(self._directory)
 
 
+class _Coming:
+    """A pack that is being downloaded, as a file beside its place."""
+
+    def __init__(self, pack: PackId, path: Path) -> None:
+        self.pack = pack
+        self.path = path
+        self.file = fs.NewFile(path.with_suffix(_PART))
+        self._lock = Lock()
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write a part; from any thread."""
+        # The kernel lets one thread write to a file, and those that wait for it spin.
+        with self._lock:
+            self.file.write_at(offset, data)
+            self.file.begin_writing_back(offset, len(data))
+
+    def land(self) -> None:
+        """Sync it and give it its name. Raises StorageFailed; then it is gone."""
+        try:
+            self.file.protect()
+            self.file.sync()
+            self.file.close()
+            fs.rename(self.file.path, self.path)
+        except BaseException:
+            self.file.abandon()
+            raise
+
+
 class Arrival:
     """What is downloaded for one transaction: packs, and parts of packs."""
 
@@ -106,6 +137,7 @@ class Arrival:
         self._restate: set[bytes] = set()
         self._files: dict[PackId, Path] = {}
         self._rows: dict[Key, Location] = {}
+        self._proved: set[Key] = set()
 
     def run(self) -> None:
         """Download, prove, hand to the transaction. Raises Corrupt, Unavailable."""
@@ -126,9 +158,8 @@ class Arrival:
         tick = ProgressCounter("fetch", total, self._progress)
         sealed: list[SealedPack] = []
         with ThreadPoolExecutor(self._jobs, "fetch") as pool:
-            sealed += [
-                self._whole(pool, pack, rows[pack].size, by_pack[pack], tick) for pack in whole
-            ]
+            if whole:
+                sealed += self._wholes(pool, {pack: by_pack[pack] for pack in whole}, tick)
             if ranged:
                 sealed += self._parts(pool, {pack: by_pack[pack] for pack in ranged}, tick)
         try:
@@ -192,66 +223,80 @@ class Arrival:
 
     # -- downloading -------------------------------------------------------------------------
 
-    def _whole(
+    def _wholes(
         self,
         pool: ThreadPoolExecutor,
-        pack: PackId,
-        size: int,
-        needed: Sequence[tuple[Key, Location]],
+        by_pack: Mapping[PackId, Sequence[tuple[Key, Location]]],
         tick: ProgressCounter,
+    ) -> list[SealedPack]:
+        """Download packs, unless an earlier fetch did: the pieces of all in one row."""
+        sizes = {pack: self._state.packs()[pack].size for pack in by_pack}
+        self._files |= {pack: self._incoming.path(pack) for pack in by_pack}
+        lacking = [pack for pack in by_pack if not _is_pack(self._files[pack], pack, sizes[pack])]
+        coming: dict[PackId, _Coming] = {}
+
+        def asked() -> Iterator[tuple[_Coming, PackSpan]]:
+            for pack in lacking:
+                one = coming[pack] = _Coming(pack, self._files[pack])
+                for span in pieces(sizes[pack], by_pack[pack]):
+                    yield one, span
+
+        def bring(asked: tuple[_Coming, PackSpan]) -> list[Key]:
+            return self._piece(*asked)
+
+        brought = in_order(
+            lambda one: pool.submit(bring, one), asked(), ahead=self._jobs, stopping=self._stop
+        )
+        try:
+            with closing(brought) as done:
+                for (one, span), sound in done:
+                    self._proved.update(sound)
+                    tick(span.end - span.start)
+                    if span.end == sizes[one.pack]:
+                        del coming[one.pack]
+                        one.land()
+                        self._require_pack(one.path, one.pack, span.end)
+        except BaseException:
+            for one in coming.values():
+                one.file.abandon()
+            raise
+        return [self._sealed(pack, sizes[pack], needed) for pack, needed in by_pack.items()]
+
+    def _piece(self, one: _Coming, span: PackSpan) -> list[Key]:
+        """Bring a part of a pack; return which blocks in it need no look any more."""
+        name = pack_name(one.pack)
+        [data] = self._remote.objects.read_each(name, [(span.start, span.end - span.start)])
+        view, most = memoryview(data), self._catalog.block_size
+        sound = []
+        for key, at in span.entries:
+            # The others are proved later: a base may come later, too; and so may what is wrong.
+            if key[0] == Kind.BLOCK and at.base == NO_BASE and at.raw_length <= most:
+                start = at.offset - span.start
+                id = BlockId(key[1])
+                with suppress(Corrupt):
+                    verify(id, at, decoded(id, at, view[start : start + at.stored_length]))
+                    sound.append(key)
+        # At once, while the processor's cache has it.
+        one.write(span.start, view)
+        return sound
+
+    def _require_pack(self, path: Path, pack: PackId, size: int) -> None:
+        if not _is_pack(path, pack, size):
+            fs.unlink(path, missing_ok=True)
+            raise Corrupt(
+                "the pack does not match its name",
+                where=f"{self._remote.where}/{pack_name(pack)}",
+            )
+
+    def _sealed(
+        self, pack: PackId, size: int, needed: Sequence[tuple[Key, Location]]
     ) -> SealedPack:
-        """Download a pack, unless an earlier fetch did."""
-        path = self._incoming.path(pack)
-        if not self._is_pack(path, pack, size):
-            self._download(pool, pack, size, path, tick)
-            if not self._is_pack(path, pack, size):
-                fs.unlink(path, missing_ok=True)
-                raise Corrupt(
-                    "the pack does not match its name",
-                    where=f"{self._remote.where}/{pack_name(pack)}",
-                )
-        self._files[pack] = path
+        path = self._files[pack]
         wanted = {(int(kind), id) for (kind, id), _ in needed}
         entries = tuple(e for e in read_footer(path).entries if (e.kind, e.id) in wanted)
         if len(entries) != len(wanted):
             raise Corrupt("the pack lacks what its table has", where=self._remote.where)
         return SealedPack(pack, path, size, entries)
-
-    @staticmethod
-    def _is_pack(path: Path, pack: PackId, size: int) -> bool:
-        try:
-            found = read_footer(path)
-        except Corrupt:
-            return False
-        return found.id == pack and found.size == size
-
-    def _download(
-        self, pool: ThreadPoolExecutor, pack: PackId, size: int, path: Path, tick: ProgressCounter
-    ) -> None:
-        part = path.with_suffix(_PART)
-        file = fs.NewFile(part)
-        name = pack_name(pack)
-
-        def bring(at: int) -> int:
-            length = min(PIECE_BYTES, size - at)
-            [data] = self._remote.objects.read_each(name, [(at, length)])
-            file.write_at(at, data)
-            file.begin_writing_back(at, length)
-            return length
-
-        try:
-            offsets = range(0, size, PIECE_BYTES)
-            for _, length in in_order(
-                lambda at: pool.submit(bring, at), offsets, ahead=self._jobs, stopping=self._stop
-            ):
-                tick(length)
-            file.protect()
-            file.sync()
-            file.close()
-            fs.rename(part, path)
-        except BaseException:
-            file.abandon()
-            raise
 
     def _parts(
         self,
@@ -291,10 +336,14 @@ class Arrival:
     # -- proving -----------------------------------------------------------------------------
 
     def _prove(self, sealed: Sequence[SealedPack]) -> None:
-        """Read, decode and hash everything that came."""
+        """Read, decode and hash what came, but for what was looked at on its way."""
+        waiting: list[PackEntry] = []
         for one in sealed:
             for entry in one.entries:
-                self._rows[Kind(entry.kind), entry.id] = located(one.id, entry)
+                key = Kind(entry.kind), entry.id
+                self._rows[key] = located(one.id, entry)
+                if key not in self._proved:
+                    waiting.append(entry)
         with (
             closing(PackFiles(self._catalog.layout.packs, elsewhere=self._files)) as files,
             ThreadPoolExecutor(_threads(), "prove") as pool,
@@ -305,11 +354,7 @@ class Arrival:
                 for entry in some:
                     self._checked(reader, typed_id(Kind(entry.kind), entry.id))
 
-            groups = (
-                one.entries[start : start + 16]
-                for one in sealed
-                for start in range(0, len(one.entries), 16)
-            )
+            groups = (waiting[start : start + 16] for start in range(0, len(waiting), 16))
             for _ in in_order(lambda some: pool.submit(check, some), groups, ahead=2 * _threads()):
                 pass
 
@@ -364,3 +409,29 @@ def _take(packs: NewPacks, span: PackSpan, data: Buffer) -> None:
     for key, at in span.entries:
         start = at.offset - span.start
         packs.copy(key, at, view[start : start + at.stored_length])
+
+
+def _is_pack(path: Path, pack: PackId, size: int) -> bool:
+    try:
+        found = read_footer(path)
+    except Corrupt:
+        return False
+    return found.id == pack and found.size == size
+
+
+def pieces(size: int, needed: Sequence[tuple[Key, Location]]) -> Iterator[PackSpan]:
+    """Cut a pack into pieces of at most `PIECE_BYTES`, where that cuts no payload if it can.
+
+    Each has those of the needed payloads that lie in it whole.
+    """
+    entries = sorted(needed, key=lambda one: one[1].offset)
+    ends = [at.offset + at.stored_length for _, at in entries]
+    start = first = 0
+    while start < size:
+        stop = min(start + PIECE_BYTES, size)
+        last = bisect_right(ends, stop, first)
+        if last < len(entries) and start < entries[last][1].offset < stop:
+            stop = entries[last][1].offset
+        inside = tuple(one for one in entries[first:last] if one[1].offset >= start)
+        yield PackSpan(start, stop, inside)
+        start, first = stop, last

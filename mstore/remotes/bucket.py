@@ -1,8 +1,9 @@
 """Objects in object storage: S3 and what speaks it, Google Cloud Storage, Azure.
 
 Owns how obstore is called, and what its errors mean. Requests are tried again by obstore, within
-limits set here. Credentials come from the environment and the usual profiles, and stay in obstore:
-no error, report or file of mstore has them.
+limits set here. obstore takes credentials from the environment, from the machine's role, and at
+Google from gcloud's file; it reads no profiles of AWS. They stay in obstore: no error, report or
+file of mstore has them.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ _CODE: Final = re.compile(r"<Code>([A-Z][A-Za-z]{2,60})</Code>")
 _BEYOND: Final = re.compile(r"status code: 416|StartTooLarge|value: \"bytes \d+--1/")
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _CREDENTIALS: Final = re.compile(r"token request|//169\.254\.|credential|Access Key", re.IGNORECASE)
+_SOURCES: Final = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; `aws configure export-credentials` "
+    "prints those of a profile",
+    "gs": "gcloud auth application-default login, or set GOOGLE_SERVICE_ACCOUNT to a key's file",
+    "az": "set AZURE_STORAGE_ACCOUNT_KEY; after `az login`, AZURE_USE_AZURE_CLI=true",
+}
 _SIGNS: Final = (
     ("ConnectionRefused", "the connection is refused"),
     ("dns error", "there is no host of this name"),
@@ -350,7 +357,7 @@ def _failure(error: BaseException, where: str, denied: Text) -> MstoreError:
         return Unavailable(
             "no credentials were found, or they cannot be read",
             where=where,
-            hint="set them in the environment, as for the provider's own tools",
+            hint=_SOURCES.get(where.partition("://")[0]),
         )
     told = f"it answers {status[1]}{f' ({code[1]})' if code else ''}" if status else _sign(text)
     if is_refused or number in ("401", "403"):

@@ -11,9 +11,11 @@ its root is replaced, and everything is after.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from typing import Final
 from uuid import uuid4
 
@@ -43,6 +45,7 @@ from mstore.remotes.places import RemotePlaces
 from mstore.remotes.state import Changes, Remote, RemoteState
 from mstore.remotes.tracking import MovedRef, follow, may_write, moved_ref
 from mstore.store import contents, refs
+from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
 from mstore.store.refs import refs_in
@@ -389,8 +392,8 @@ class Push:
             self._blocks += sum(entry.kind == Kind.BLOCK for entry in one.entries)
             self._packs += 1
             self._bytes += one.size
-            if not dry_run:
-                self._put(one, tick)
+        if not dry_run:
+            self._put_each(order, tick)
         used.update((key, self._at[key][0]) for key in lacking if key in self._at)
         return used
 
@@ -411,14 +414,40 @@ class Push:
                 found.append(((kind, id), index.location(transaction, row)))
         return found
 
-    def _put(self, one: Outgoing, tick: ProgressCounter) -> None:
+    def _put_each(self, order: Sequence[Outgoing], tick: ProgressCounter) -> None:
+        """Put packs, two at a time: while one ends, the other's parts keep the network at work."""
+        count = min(2, self._jobs, len(order))
+        if not count:
+            return
+        lock, stopped = threading.Lock(), threading.Event()
+
+        def told(more: int) -> None:
+            if stopped.is_set():
+                raise CancelledError
+            with lock:
+                tick(more)
+
+        def stop(_: Sequence[Outgoing]) -> None:
+            stopped.set()
+
+        def put(one: Outgoing) -> None:
+            self._put(one, max(1, self._jobs // count), told)
+
+        with (
+            ThreadPoolExecutor(count, "push") as pool,
+            closing(
+                in_order(lambda one: pool.submit(put, one), order, ahead=count, stopping=stop)
+            ) as done,
+        ):
+            for one, _ in done:
+                self._note_sent(_Sent(one.pack, one.size, one.table))
+
+    def _put(self, one: Outgoing, jobs: int, told: Callable[[int], None]) -> None:
         # Before the put: whoever is killed in it finds the pack there, or not.
         record = msgspec.msgpack.encode((one.size, one.table))
         fs.replace_file(self._remote.directory / "sent" / one.pack.hex(), record)
-        name = pack_name(one.pack)
-        data = pieces(self._catalog, one, tick)
-        self._remote.objects.put(name, one.size, data, jobs=self._jobs)
-        self._note_sent(_Sent(one.pack, one.size, one.table))
+        data = pieces(self._catalog, one, told)
+        self._remote.objects.put(pack_name(one.pack), one.size, data, jobs=jobs)
 
     # -- rows --------------------------------------------------------------------------------
 
@@ -432,8 +461,6 @@ class Push:
             row = state.snapshot(id)
             home = None if row is None else state.packs().get(row.pack)
             if row is None or home is None or not home.is_there or is_whole > row.is_whole:
-                # A snapshot that is whole there stays so.
-                is_whole = is_whole or (row is not None and row.is_whole)
                 changes.put("snapshots", SnapshotRow(bytes(id), bytes(pack), is_whole))
         known = state.rows("notes")
         for snapshot, note in self.needs.notes:

@@ -24,6 +24,7 @@ import msgspec
 from blake3 import blake3
 
 from mstore import Store
+from mstore.api.exchanging import remote_of
 from mstore.remotes.objects import ROOT
 from mstore.store.leases import Hold
 from mstore.store.view import SnapshotView
@@ -134,7 +135,7 @@ class Showing:
         self._lock = threading.Lock()
         self._known: OrderedDict[SnapshotId, _Snapshot] = OrderedDict()
         self._holds: dict[SnapshotId, _Shared] = {}
-        self._remote = store.as_remote("serve")
+        self._remote = remote_of(store, "serve")
 
     def tidy(self) -> None:
         """Let go of what nobody reads any more; call it now and then."""

@@ -21,8 +21,7 @@ def remote(session: Session) -> None:
     """List the remotes of the store.
 
     A remote is a family of models in object storage, or in a directory that several machines share.
-    The store keeps its name and address, and no credentials: these come from the environment and
-    the profiles of the provider.
+    The store keeps its name and address, and no credentials: these come from the environment.
     """
     with session.open_to_look() as store:
         remotes = store.remotes()

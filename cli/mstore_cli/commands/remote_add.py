@@ -31,7 +31,7 @@ def remote_add(
     """Give a remote a name in this store.
 
     Nothing is sent or asked: the first `mstore push` makes the remote. Credentials come from the
-    environment and the profiles of the provider, never from URL. A store's settings may be a
+    environment, never from URL. A store's settings may be a
     stranger's, so credentials go to the provider's own servers, and to others only if your settings
     or your environment name them: `mstore config --user endpoints`. A web server gets the token in
     the variable MSTORE_TOKEN, if you have one.
