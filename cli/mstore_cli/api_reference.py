@@ -25,7 +25,6 @@ from mstore.api.open_store import OpenStore
 from mstore.api.reading import Reading
 from mstore.checkpoint.conversion import ConversionLimits
 from mstore.checkpoint.directory import CheckpointLimits
-from mstore.remotes.store_remote import StoreRemote
 from mstore.snapshots import signing
 from mstore.store import view
 from mstore.store.leases import Hold
@@ -49,7 +48,6 @@ OTHERS: dict[type, str] = {
     SafeOpen: "file",
     TensorSlice: "part",
     Hold: "hold",
-    StoreRemote: "remote",
     CheckpointLimits: "limits",
     ConversionLimits: "limits",
 }
