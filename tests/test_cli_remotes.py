@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import Program
+from cli_runs import Done, Program, run_once
 from servers import moto
 from small_models import BLOCK, files_of, small_model
 from test_cli_commands import write_keys
@@ -18,7 +18,6 @@ from mstore.api import exchanging
 from mstore_cli import tree, user_config
 from mstore_cli.errors import UsageError
 from mstore_cli.exchange import resumable
-from mstore_cli.main import run
 from mstore_cli.options import JOBS
 from mstore_cli.session import Choices, Session
 from mstore_cli.verbs import second_words
@@ -60,8 +59,15 @@ def there(here: Program, tmp_path: Path) -> Program:
     """Another store, cloned from the same remote after all was pushed."""
     here.succeed("push", "origin", "--all")
     mstore = Program(tmp_path / "clone")
-    assert run(["-q", "clone", (tmp_path / "there").as_uri(), str(mstore.store)]) == 0
+    clone((tmp_path / "there").as_uri(), mstore.store)
     return mstore
+
+
+def clone(source: str, directory: Path) -> Done:
+    """Run a clone that must go well."""
+    done = run_once(["clone", source, str(directory)])
+    assert done.status == 0, done.err
+    return done
 
 
 def add(mstore: Program, model: Path, name: str) -> str:
@@ -215,18 +221,38 @@ def test_remotes_are_listed_renamed_and_forgotten(there: Program) -> None:
         )
 
 
-def test_nothing_is_there(
-    here: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_there(here: Program, tmp_path: Path) -> None:
     """Where no remote is, every command but push says so and names the push that makes one."""
     for line in (["fetch", "origin"], ["pull", "origin"], ["remote", "show", "origin"]):
         failed = here(*line)
         assert failed.status == 1
         assert f"{(tmp_path / 'there').as_uri()}: there is no remote\n" in failed.err
         assert f"mstore --store {here.store} push origin --all makes a remote" in failed.err
-    assert run(["clone", (tmp_path / "there").as_uri(), str(tmp_path / "new")]) == 1
-    assert "there is no remote\nhint: check the address" in capsys.readouterr().err
+    failed = run_once(["clone", (tmp_path / "there").as_uri(), str(tmp_path / "new")])
+    assert failed.status == 1
+    assert "there is no remote\nhint: check the address" in failed.err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_remote_is_kept_in_order(there: Program, tmp_path: Path) -> None:
+    """`remote du` says what refs take, `gc` condemns and deletes what none needs, and `fsck` finds
+    what is damaged and ends with 1."""
+    usage = there.succeed("remote", "du", "origin", "--json").document
+    assert [one["name"] for one in usage["refs"]] == ["base", "tuned", "v1"]
+    there.succeed("push", "origin", "--delete", "tuned")
+    gone = there.succeed("remote", "gc", "origin", "--reflog-days", "0", "-q").lines
+    assert gone == there.succeed("show", "tuned", "-q").lines
+    there.succeed("remote", "gc", "origin", "--reflog-days", "0", "--grace-hours", "0")
+    clean = there.succeed("remote", "fsck", "origin", "--read-data")
+    assert clean.lines[0].startswith("no problems at origin, ")
+    assert there.succeed("remote", "fsck", "origin").lines[-1].endswith("origin --read-data")
+    for pack in (tmp_path / "there" / "packs").rglob("*.pack"):
+        pack.unlink()
+    damaged = there("remote", "fsck", "origin")
+    assert damaged.status == 1
+    assert "problem" in damaged.lines[0]
+    assert "packs/" in damaged.out
+    assert damaged.lines[-1].startswith("next: ")
 
 
 def test_wrong_names_are_told(there: Program) -> None:
@@ -280,7 +306,7 @@ def test_object_storage(
         here.succeed("push", "s3", "--all", "--limit-rate", "1GiB")
         shown = here.succeed("remote", "show", "s3", "--json").document
         assert [one["name"] for one in shown["refs"]] == ["base", "tuned", "v1"]
-        assert run(["-q", "clone", url, str(tmp_path / "clone"), "--jobs", "2"]) == 0
+        clone(url, tmp_path / "clone")
         mstore = Program(tmp_path / "clone")
         mstore.succeed("checkout", "tuned", tmp_path / "out")
         assert files_of(tmp_path / "out") == files_of(first / "tuned")
@@ -445,17 +471,12 @@ def test_rates_are_sizes(here: Program) -> None:
         assert what in failed.err
 
 
-def test_a_clone_says_how_to_follow(
-    there: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_clone_says_how_to_follow(there: Program, tmp_path: Path) -> None:
     """A clone of a remote says what gets later changes; one of a directory does not."""
-    capsys.readouterr()
     new = tmp_path / "a new one"
-    assert run(["clone", (tmp_path / "there").as_uri(), str(new)]) == 0
-    told = capsys.readouterr().out.splitlines()[-1]
+    told = clone((tmp_path / "there").as_uri(), new).lines[-1]
     assert told == f"to get what comes later: mstore --store '{new}' pull origin"
-    assert run(["clone", str(there.store), str(tmp_path / "copy")]) == 0
-    assert "pull" not in capsys.readouterr().out
+    assert "pull" not in clone(str(there.store), tmp_path / "copy").out
 
 
 def test_jobs_are_those_of_the_library() -> None:

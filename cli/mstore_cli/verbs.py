@@ -13,7 +13,16 @@ GROUPS = {
     "Look": ("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe"),
     "Names": ("refs", "tag", "reset", "rename", "reflog", "rm", "note"),
     "Share": (
-        *("remote", "remote add", "remote show", "remote rename", "remote rm"),
+        *(
+            "remote",
+            "remote add",
+            "remote show",
+            "remote rename",
+            "remote rm",
+            "remote du",
+            "remote gc",
+            "remote fsck",
+        ),
         *("push", "fetch", "pull", "clone", "copy", "bundle create"),
         *("backup", "serve", "sign", "verify"),
     ),

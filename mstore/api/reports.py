@@ -34,11 +34,14 @@ from mstore.models.compare import ComparedModel, ComparedPair, ComparedPart, Com
 from mstore.models.stats.analysis import AnalyzeReport
 from mstore.models.vocabulary.align import AlignedModel, AlignReport
 from mstore.remotes.bundling import BundleReport
+from mstore.remotes.check import RemoteCheckReport, RemoteProblem
+from mstore.remotes.collect import RemoteGcReport
 from mstore.remotes.copying import CopyReport
 from mstore.remotes.fetch import FetchReport
 from mstore.remotes.push import PushReport
 from mstore.remotes.registry import RemoteContents, RemoteRef, RemoteReport
 from mstore.remotes.tracking import MovedRef
+from mstore.remotes.usage import RemoteRefUsage, RemoteUsageReport
 from mstore.snapshots.add import AddReport
 from mstore.snapshots.checkout import CheckoutReport
 from mstore.snapshots.diff import DiffReport, FileDiff, TensorDiff
@@ -137,9 +140,14 @@ __all__ = [
     "RefUsage",
     "ReflogReport",
     "ReindexReport",
+    "RemoteCheckReport",
     "RemoteContents",
+    "RemoteGcReport",
+    "RemoteProblem",
     "RemoteRef",
+    "RemoteRefUsage",
     "RemoteReport",
+    "RemoteUsageReport",
     "RemoveReport",
     "RepairReport",
     "ReplayReport",

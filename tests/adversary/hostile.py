@@ -126,6 +126,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "remote show": ("remote", "show", "origin"),
     "remote rename": ("remote", "rename", "origin", "team"),
     "remote rm": ("remote", "rm", "origin"),
+    "remote du": ("remote", "du", "origin"),
+    "remote gc": ("remote", "gc", "origin", "--grace-hours", "0"),
+    "remote fsck": ("remote", "fsck", "origin", "--read-data"),
     "push": ("push", "origin", "third"),
     "fetch": ("fetch", "origin"),
     "pull": ("pull", "origin"),
@@ -151,7 +154,7 @@ WRITING = (
         "note",
     ),
     *("reset", "rename", "rm", "prune", "gc", "pin", "fsck", "reindex", "backup", "clone"),
-    *("remote add", "remote rename", "remote rm", "push", "fetch", "pull"),
+    *("remote add", "remote rename", "remote rm", "remote gc", "push", "fetch", "pull"),
     *("copy", "bundle create"),
 )
 
