@@ -54,7 +54,7 @@ LIST: Final = "list"
 _ID_KIND: Final = np.dtype(
     {"names": ["id", "kind"], "formats": ["V32", "u1"], "itemsize": ROW.itemsize}
 )
-_GATHERED: Final = 1 << 18
+_GATHERED: Final = 1 << 17
 """Rows that are sorted in memory."""
 _MERGED: Final = 1 << 16
 """Rows in memory while segments are merged."""
@@ -142,7 +142,7 @@ class Segments:
     def add(self, tables: Iterable[tuple[PackId, Sequence[PackEntry]]]) -> None:
         """Add the rows of packs, given their tables; pass over packs that are there already.
 
-        Holds the tables of a quarter of a million rows, and at least of one pack.  An error, or
+        Holds the tables of an eighth of a million rows, and at least of one pack.  An error, or
         the end of the process, leaves the rows as they were.
         """
         with self._changing() as segments:
