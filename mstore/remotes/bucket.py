@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from mstore.remotes.objects import (
+    MOST_JOBS,
     MOST_ROOT_BYTES,
     PIECE_BYTES,
     PROBE,
@@ -31,8 +32,6 @@ from mstore.terms.ids import Buffer
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-MOST_JOBS: Final = 16
-"""Parts in flight at most: with `PIECE_BYTES` each, 128 MiB."""
 _TRIES: Final[Any] = {
     "max_retries": 6,
     "retry_timeout": timedelta(seconds=120),
