@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from mstore.remotes.objects import (
+    MOST_JOBS,
     MOST_ROOT_BYTES,
     PIECE_BYTES,
     PROBE,
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
-MOST_JOBS: Final = 16
-"""Parts in flight at most: with `PIECE_BYTES` each, 128 MiB."""
 _READERS: Final = 10
 _GAP: Final = 64 << 10
 """Bytes between two spans that are read rather than asked around."""

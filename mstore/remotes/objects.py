@@ -24,6 +24,8 @@ PROBE: Final = "probe/"
 MOST_ROOT_BYTES: Final = 1 << 16
 PIECE_BYTES: Final = 8 << 20
 """Bytes of one request for a part of a large object: above the least that S3 takes (5 MiB)."""
+MOST_JOBS: Final = 16
+"""Parts that are sent at once, at most: with `PIECE_BYTES` each, 128 MiB."""
 
 
 class Absent(NotFound):

@@ -39,7 +39,7 @@ from mstore.remotes.layout import (
     table_name,
 )
 from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor
-from mstore.remotes.objects import Absent, Overtaken
+from mstore.remotes.objects import MOST_JOBS, Absent, Overtaken
 from mstore.remotes.outgoing import Outgoing, laid_out, pieces
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.state import Changes, Remote, RemoteState
@@ -431,7 +431,7 @@ class Push:
             stopped.set()
 
         def put(one: Outgoing) -> None:
-            self._put(one, max(1, self._jobs // count), told)
+            self._put(one, max(1, min(self._jobs, MOST_JOBS) // count), told)
 
         with (
             ThreadPoolExecutor(count, "push") as pool,
