@@ -1,4 +1,4 @@
-"""Packs that are downloaded whole: how they are cut, and what becomes of damaged ones."""
+"""Packs on their way: how they are cut, what becomes of damaged ones, and of those not sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from mstore.api import Store
 from mstore.blocks.location import Key, Location
 from mstore.blocks.packs import NO_BASE, Kind, read_footer
 from mstore.remotes.fetch import PIECE_BYTES, pieces
-from mstore.terms.errors import Corrupt
+from mstore.remotes.shared_directory import SharedDirectory
+from mstore.terms.errors import Corrupt, Unavailable
 from mstore.terms.ids import PackId
 
 PACK = PackId(bytes(32))
@@ -76,3 +77,40 @@ def test_damaged_pack_is_not_kept(tmp_path: Path) -> None:
         store.pull("origin")
         store.checkout("tuned", tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "tuned")
+
+
+def test_push_that_fails_at_one_of_many_packs_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push of many packs tells what one of them met, and the next puts only those not there."""
+    monkeypatch.setattr("mstore.remotes.outgoing.PACK_BYTES", BLOCK)
+    model = tmp_path / "model"
+    model.mkdir()
+    rng = np.random.default_rng(0)
+    save_file({"weight": rng.standard_normal(4 * BLOCK, np.float32)}, model / "model.safetensors")
+    put: list[str] = []
+    sick = [True]
+    really = SharedDirectory.put
+
+    def counted(self: SharedDirectory, name: str, *words: object, **options: object) -> None:
+        if name.startswith("packs/") and len(put) >= 5 and sick:
+            sick.clear()
+            raise Unavailable("no more room")
+        really(self, name, *words, **options)  # type: ignore[arg-type]
+        if name.startswith("packs/"):
+            put.append(name)
+
+    monkeypatch.setattr(SharedDirectory, "put", counted)
+    url = (tmp_path / "remote").as_uri()
+    with Store.init(tmp_path / "one", block_size=BLOCK, codec="raw") as store:
+        store.add(model, name="a")
+        store.add_remote("origin", url)
+        with pytest.raises(Unavailable, match="no more room"):
+            store.push("origin", ["a"])
+        assert 5 <= len(put) < 16
+        store.push("origin", ["a"])
+    assert len(put) == len(set(put)) >= 16
+    Store.clone(url, tmp_path / "two")
+    with Store.open(tmp_path / "two") as clone:
+        clone.checkout("a", tmp_path / "out")
+    assert files_of(tmp_path / "out") == files_of(model)
