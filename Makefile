@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # The tests start some hundred processes: each would compile its sources where none are kept.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m pytest
 
-.PHONY: setup demo test test-rest test-slow fuzz soak remote-soak adversary places check conformance bench-quick format clean
+.PHONY: setup demo demo-remote test test-rest test-slow fuzz soak remote-soak adversary places check conformance bench-quick format clean
 
 setup:
 	@scripts/setup
@@ -12,6 +12,10 @@ setup:
 # Trains a family of models, adds, merges and mounts it, and generates text from the mount.
 demo: setup
 	@$(PYTHON) examples/demo.py
+
+# Pushes a small family to a server of its own, clones, merges and pulls it.
+demo-remote: setup
+	@$(PYTHON) examples/demo_remote.py
 
 # A worker for each core, up to four.  Tests go to the workers in long runs of neighbours, which
 # share what their module made.
@@ -74,5 +78,5 @@ format: setup
 
 # Removes what tests, checks and builds leave behind; `rm -r .venv*` removes the set-ups too.
 clean:
-	@rm -rf build dist demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf build dist demo demo-remote .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
