@@ -810,7 +810,7 @@ def test_hostile_tables(place: Place) -> None:
         ({"size": 10}, "a table of"),
         ({"size": 8192}, "impossible entry"),
         ({"offset": 1 << 62}, "shorter"),
-        ({"table": bytes(32)}, "no such object"),
+        ({"table": bytes(32)}, "lacks an object"),
         ({"id": b"\1" * 32}, "does not match its pack"),
     ):
         place.forge("packs", [msgspec.structs.replace(row, **bad)])

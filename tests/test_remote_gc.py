@@ -363,3 +363,35 @@ def test_a_remote_never_goes_back(place: Place) -> None:
     roots[-1].unlink()
     with pytest.raises(Conflict):
         place.store.fetch("origin")
+
+
+def test_a_fetch_that_a_gc_overtakes_reads_the_root_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists and tables that a fetch has read of, and that a gc removes before it reads them, are
+    no damage: the fetch begins anew."""
+    for number in range(18):
+        place.add(f"m{number}", f"m{number}")
+        place.store.push("origin", [f"m{number}"])
+    other = place.new("other")
+    read = SharedDirectory.read_each
+    done: list[str] = []
+
+    def first(self: SharedDirectory, name: str, spans: object) -> object:
+        if name.startswith("tables/") and not done:
+            done.append(name)
+            assert place.gc().tables_joined
+        return read(self, name, spans)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SharedDirectory, "read_each", first)
+    with other:
+        assert len(other.pull("origin").moved) == 20
+    assert done
+
+
+def test_what_the_newest_root_lacks_is_damage(place: Place) -> None:
+    """A table that is gone, though the root of this moment needs it, is told as such."""
+    [table, *_] = (place.path / "tables").iterdir()
+    table.unlink()
+    with place.new("other") as other, pytest.raises(Corrupt, match="lacks an object"):
+        other.fetch("origin")

@@ -95,7 +95,18 @@ class RemoteCheck:
         """Check. Raises Corrupt only where the root or a list cannot be read, Unavailable."""
         began = time.monotonic()
         self._remote.make_directory()
-        state = self._remote.state()
+        for _ in self._remote.attempts():
+            self._found.clear()
+            self._read = 0
+            report = self._remote.with_state(
+                lambda state: self._checked(state, read_data=read_data, began=began)
+            )
+            # What is missing may be what a gc has removed since.
+            if not report.problems or self._remote.state().root.generation == report.generation:
+                break
+        return report
+
+    def _checked(self, state: RemoteState, *, read_data: bool, began: float) -> RemoteCheckReport:
         for kind in ("refs", "snapshots", "packs", "notes"):
             state.rows(kind)
         places = RemotePlaces(self._remote, state)

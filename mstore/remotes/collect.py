@@ -33,7 +33,7 @@ from mstore.remotes.layout import (
     table_name,
 )
 from mstore.remotes.needs import Needs, gather
-from mstore.remotes.objects import Overtaken
+from mstore.remotes.objects import Absent, Overtaken
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.records import AllRecords, lacks
 from mstore.remotes.state import Changes, Remote, RemoteState
@@ -103,9 +103,13 @@ class RemoteCollector:
             state = remote.state()
             # Before the root is replaced: what is put later is for a later root.
             objects = _Objects(remote)
-            decision = _Decision(self._catalog, remote, state, objects)
             now = remote.clock_ns()
-            decision.decide(now, now - self._window_ns, now - self._grace_ns)
+            try:
+                decision = _Decision(self._catalog, remote, state, objects)
+                decision.decide(now, now - self._window_ns, now - self._grace_ns)
+            except Absent as error:
+                remote.newer(state, error)
+                continue
             leftovers = objects.leftovers(state)
             if dry_run:
                 break

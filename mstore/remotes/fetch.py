@@ -121,7 +121,9 @@ class Fetch:
     def _run(self, began: float) -> FetchReport:
         incoming = Incoming(self._remote.directory)
         incoming.remove_parts()
-        state = self._remote.state()
+        return self._remote.with_state(lambda state: self._fetched(state, incoming, began))
+
+    def _fetched(self, state: RemoteState, incoming: Incoming, began: float) -> FetchReport:
         if state.root.block_size != self._catalog.block_size:
             raise Incompatible(
                 f"the remote has blocks of {state.root.block_size} bytes, this store of "

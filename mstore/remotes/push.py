@@ -149,7 +149,13 @@ class Push:
             if state is not None:
                 self._take_up(state)
             for _ in self._remote.attempts():
-                moved, changes = self._decided(state, dry_run)
+                try:
+                    moved, changes = self._decided(state, dry_run)
+                except Absent as error:
+                    if state is None:
+                        raise
+                    state = self._remote.newer(state, error)
+                    continue
                 if dry_run or state is None or not changes:
                     break
                 self._stamp(changes)

@@ -18,7 +18,7 @@ from mstore.remotes.fetch import Fetch
 from mstore.remotes.layout import read_root
 from mstore.remotes.limited import limited
 from mstore.remotes.objects import Absent, Objects
-from mstore.remotes.state import Remote
+from mstore.remotes.state import Remote, RemoteState
 from mstore.remotes.tracking import may_write
 from mstore.store import listing, refs
 from mstore.store.catalog import Catalog
@@ -193,7 +193,10 @@ def opened(
 def contents(catalog: Catalog, remote: Remote) -> RemoteContents:
     """Return what a remote has now."""
     remote.make_directory()
-    state = remote.state()
+    return remote.with_state(lambda state: _contents(catalog, remote, state))
+
+
+def _contents(catalog: Catalog, remote: Remote, state: RemoteState) -> RemoteContents:
     packs = [row for row in state.packs().values() if row.is_there]
     snapshots = state.rows("snapshots").values()
     with catalog.index.env.read() as transaction:

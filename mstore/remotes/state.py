@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -37,6 +37,7 @@ from mstore.terms.errors import Conflict, Corrupt, StorageFailed
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call, phrase
 
+T = TypeVar("T")
 _ATTEMPTS: Final = 50
 _SAVED: Final = "root"
 
@@ -162,6 +163,30 @@ class Remote:
         if saved is not None:
             self._refuse_older(layout.read_root(saved[0], str(self.directory / _SAVED)), root)
         return self._state(root, stamp)
+
+    def with_state(self, act: Callable[[RemoteState], T]) -> T:
+        """Do something with what the remote is now; again, if that was replaced meanwhile.
+
+        A gc may remove what an older root names while this reads it.
+        """
+        state = self.state()
+        for _ in self.attempts():
+            try:
+                return act(state)
+            except Absent as error:
+                state = self.newer(state, error)
+        raise AssertionError
+
+    def newer(self, state: RemoteState, missing: Absent) -> RemoteState:
+        """Return what the remote is now. Raises Corrupt if that is what lacks an object."""
+        now = self.state()
+        if now.root.nonce == state.root.nonce:
+            raise Corrupt(
+                f"{self.name} lacks an object that it needs",
+                where=missing.where,
+                hint=call("remote_fsck", self.name),
+            ) from missing
+        return now
 
     def _refuse_older(self, before: RemoteRoot, now: RemoteRoot) -> None:
         if before.uuid != now.uuid:

@@ -10,7 +10,7 @@ from mstore.remotes.layout import PackState
 from mstore.remotes.needs import Needs, gather
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.records import AllRecords, lacks
-from mstore.remotes.state import Remote
+from mstore.remotes.state import Remote, RemoteState
 from mstore.store.catalog import Catalog
 from mstore.terms.ids import SnapshotId
 from mstore.terms.report import Report
@@ -47,7 +47,10 @@ class RemoteUsageReport(Report, frozen=True):
 def usage(catalog: Catalog, remote: Remote) -> RemoteUsageReport:
     """Return what the refs of a remote take. Raises Corrupt, Unavailable."""
     remote.make_directory()
-    state = remote.state()
+    return remote.with_state(lambda state: _usage(catalog, remote, state))
+
+
+def _usage(catalog: Catalog, remote: Remote, state: RemoteState) -> RemoteUsageReport:
     places = RemotePlaces(remote, state)
     source = AllRecords(catalog, remote, places, state)
     refs = {
