@@ -279,6 +279,48 @@ def _growth(told: dict[str, Told]) -> Iterator[Row]:
             )
 
 
+def _remote(told: dict[str, Told]) -> Iterator[Row]:
+    remote = told["remote"]
+    for work, found in remote.get("rates", {}).get("works", {}).items():
+        rate = found["rate_wall"]["median"]
+        yield Row(
+            f"{work}, raw packs",
+            "s5cmd, plain files",
+            found["s5cmd"]["wall"]["median"],
+            found["mstore"]["wall"]["median"],
+            f"{rate:.2f} of its rate",
+            None,
+            "0.9 of its rate",
+            met=rate >= 0.9,
+        )
+    family = remote.get("family")
+    if family is not None:
+        share = family["sent_bytes"]["mstore"] / family["plain_bytes"]
+        yield Row(
+            f"bytes of a base and {family['experts']} fine-tunes, pushed",
+            "plain files",
+            None,
+            None,
+            f"{share:.2f} of the bytes",
+            None,
+            "0.35 of the bytes",
+            met=share <= 0.35,
+        )
+        for name in ("push", "fetch"):
+            found = family["again"][f"{name}, unchanged"]
+            seconds, requests = found["wall"]["median"], found["requests"]
+            yield Row(
+                f"{name} of an unchanged family",
+                "",
+                None,
+                seconds,
+                f"{requests:.0f} request{'s' * (requests != 1)}",
+                None,
+                "1 s, 3 requests",
+                met=seconds < 1 and requests <= 3,
+            )
+
+
 MAKERS: tuple[tuple[str, Callable[[dict[str, Told]], Iterator[Row]]], ...] = (
     ("mergekit", _mergekit),
     ("limits", _dense),
@@ -289,4 +331,5 @@ MAKERS: tuple[tuple[str, Callable[[dict[str, Told]], Iterator[Row]]], ...] = (
     ("first", _first),
     ("start", _start),
     ("growth", _growth),
+    ("remote", _remote),
 )

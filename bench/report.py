@@ -31,6 +31,7 @@ import page_planning
 import page_quality
 import page_rates
 import page_refs
+import page_remote
 import page_segments
 import page_small
 import page_small_calls
@@ -70,6 +71,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "growth": page_growth.section,
     "refs": page_refs.section,
     "segments": page_segments.section,
+    "remote": page_remote.section,
     "first": page_first.section,
     "start": page_start.section,
     "small": page_small.section,
