@@ -215,13 +215,14 @@ def test_of_many_inits_one_succeeds(tmp_path: Path) -> None:
 
 
 def test_no_store(tmp_path: Path) -> None:
-    """A missing, an empty and an impossible path are NotFound, and the hint makes one there."""
+    """A missing, an empty and an impossible path are NotFound, and the hint offers both ways on."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     for name in ("missing", "empty", "file", "file/below"):
         with pytest.raises(NotFound, match="no store") as missing:
             Catalog.open(tmp_path / name)
-        assert missing.value.hint == f"mstore.Store.init({str(tmp_path / name)!r})"
+        made = f"mstore.Store.init({str(tmp_path / name)!r})"
+        assert missing.value.hint == f"name another path, or make a store at this one: {made}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 
 

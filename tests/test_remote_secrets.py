@@ -195,6 +195,7 @@ def _opened(provider: str, server: str, patch: pytest.MonkeyPatch) -> tuple[Buck
     return bucket.connect(url, {}), hidden
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_no_error_shows_what_was_sent(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the server answers, and whatever was asked: the text, the notes, the chain and the
@@ -263,6 +264,7 @@ def _closed_port() -> str:
         return f"http://127.0.0.1:{one.getsockname()[1]}"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize(
     ("server", "says"),
