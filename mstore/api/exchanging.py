@@ -168,7 +168,7 @@ class Exchanging(OpenStore):
         force_with_lease: replace a branch that has other commits there, if it is still where this
         store saw it last.
         delete: refs to remove there.
-        dry_run: only report what would be sent.
+        dry_run: only report what would be sent, and in how many requests.
         jobs: parts that are sent at once.
         limit_rate: the most bytes a second, all parts together.
 
