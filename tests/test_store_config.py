@@ -33,6 +33,7 @@ def root(tmp_path: Path) -> Path:
     days=st.integers(0, MAX_REFLOG_DAYS),
     shared=st.sampled_from(Sharing),
     filesystem=st.sampled_from(["", "9p", "fuse.juicefs"]),
+    signed=st.booleans(),
 )
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory,
@@ -40,13 +41,16 @@ def test_what_is_written_is_read(
     days: int,
     shared: Sharing,
     filesystem: str,
+    *,
+    signed: bool,
 ) -> None:
     """Every setting comes back from the file as it was put in."""
     root = tmp_path_factory.mktemp("config") / "store"
     given = {"codec": codec, "shared": shared, "filesystem": filesystem}
-    expected = {**given, "reflog_days": days}
+    expected = {**given, "reflog_days": days, "require_signed": signed}
     with Store.init(root, block_size=BLOCK, **given) as store:
         store.configure("reflog_days", days)
+        store.configure("require_signed", signed)
         assert dict(store.config) == expected
     with Store.open(root) as store:
         assert dict(store.config) == expected
@@ -54,6 +58,7 @@ def test_what_is_written_is_read(
     text = (root / "config").read_text()
     assert ("shared" in text) == (shared is not Sharing.UMASK)
     assert ("filesystem" in text) == (filesystem != "")
+    assert ("require_signed" in text) == signed
 
 
 def test_what_is_missing_has_its_default(root: Path) -> None:
@@ -82,6 +87,8 @@ def test_what_is_missing_has_its_default(root: Path) -> None:
         (f"reflog_days = {MAX_REFLOG_DAYS + 1}", "0 to"),
         ("filesystem = 9", "name of a filesystem type"),
         ("filesystem = 'a b'", "name of a filesystem type"),
+        ("require_signed = 'true'", "true, false"),
+        ("require_signed = 1", "true, false"),
         ("colour = 'red'", "no such setting"),
         ("[codec]", "auto, raw, dense"),
         ("codec = 'auto'\ncodec = 'raw'", "not a config file"),
@@ -105,7 +112,8 @@ def test_refused_settings_change_nothing(root: Path) -> None:
     with Store.open(root) as store:
         for key, value in (
             ("codec", "fast"), ("codec", 1), ("reflog_days", "soon"), ("reflog_days", "-1"),
-            ("reflog_days", "9" * 20), ("nope", "1"),
+            ("reflog_days", "9" * 20), ("require_signed", "yes"), ("require_signed", 1),
+            ("nope", "1"),
         ):  # fmt: skip
             with pytest.raises(BadRequest):
                 store.configure(key, value)
@@ -133,6 +141,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         "reflog_days": 30,
         "shared": "umask",
         "filesystem": "",
+        "require_signed": False,
     }
     assert mstore.succeed("config", "codec", "-q").out == "dense\n"
     mstore.succeed("config", "reflog_days", "7")
@@ -142,10 +151,15 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         "reflog_days": 7,
         "shared": "umask",
         "filesystem": "",
+        "require_signed": False,
     }
     mstore.succeed("config", "filesystem", "fuse.juicefs")
     assert mstore.succeed("config", "filesystem", "-q").out == "fuse.juicefs\n"
     assert mstore.succeed("config", "filesystem", "", "--json").document["filesystem"] == ""
+    mstore.succeed("config", "require_signed", "true")
+    assert mstore.succeed("config", "require_signed", "-q").out == "true\n"
+    assert "require_signed true" in " ".join(mstore.succeed("config").out.split())
+    assert mstore.succeed("config", "--json").document["require_signed"] is True
     mstore.succeed("config", "shared", "group")
     assert mstore.succeed("config", "shared", "-q").out == "group\n"
     for words in (("nope",), ("nope", "1")):
@@ -160,7 +174,7 @@ def test_a_refused_value(key: str, tmp_path: Path) -> None:
     `init`: each word is explained."""
     mstore = Program(tmp_path / "store")
     lines = [["config", key, "no such"]]
-    if key != "reflog_days":
+    if key not in ("reflog_days", "require_signed"):
         lines.append(["init", f"--{key}", "no such", str(tmp_path / "store")])
     mstore.succeed("init")
     for line in lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -37,12 +38,24 @@ def resumable() -> Iterator[None]:
         raise Interrupted("the same command goes on from what was transferred") from stop
 
 
-def signed(store: Store, moved: Sequence[MovedRef]) -> Signed:
-    """Return what the signatures of snapshots to which refs moved are worth."""
+def signers_for(store: Store, path: Path | None) -> Mapping[bytes, str] | None:
+    """Return the trusted keys for a transfer that may need them; None where it does not.
+
+    path: what --signers names. Raises as `trusted_signers`.
+    """
+    is_needed = path is not None or store.config["require_signed"]
+    return trusted_signers(path) if is_needed else None
+
+
+def signed(store: Store, moved: Sequence[MovedRef], path: Path | None) -> Signed:
+    """Return what the signatures of snapshots to which refs moved are worth.
+
+    path: what --signers names.
+    """
     ids = dict.fromkeys(one.new for one in moved if one.new is not None)
     found = [id for id in ids if store.signatures_of(id)]
     # Most have none, and it takes longer to find the user's list of signers.
-    signers = trusted_signers(None) if found else {}
+    signers = trusted_signers(path) if found else {}
     return {id: states_of(store.signatures_of(id, signers=signers)) or "" for id in found}
 
 

@@ -191,6 +191,11 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
         ),
         Key("shared", "text", "who besides its owner may use its files: umask, group or all"),
         Key("filesystem", "text", "a type of filesystem that it may be on, too; empty for none"),
+        Key(
+            "require_signed",
+            "true or false",
+            "whether fetch and pull move refs only to snapshots that a trusted key signed",
+        ),
     ),
     "config --user": tuple(
         Key(one.name, "text" if one.kind is str else "list of text", one.help)

@@ -51,7 +51,9 @@ class Adding(OpenStore):
 
         key: codec says which codecs new blocks may use (auto, raw, dense); reflog_days says for how
         many days the reflog keeps what refs pointed at; shared says who besides the owner may use
-        what is created in the store (umask, group, all); filesystem is set by `vouch`.
+        what is created in the store (umask, group, all); filesystem is set by `vouch`;
+        require_signed says whether `fetch`, `pull` and a copy to this store move refs only to
+        snapshots with a good signature of a trusted key (True, False).
         value: the new value. group and all also apply to files that already exist.
 
         Raises BadRequest (an unknown key or a bad value), StorageFailed (another user must share

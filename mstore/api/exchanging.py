@@ -5,7 +5,7 @@ Part of `mstore.api.Store`, which combines all parts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -168,7 +168,7 @@ class Exchanging(OpenStore):
         force_with_lease: replace a branch that has other commits there, if it is still where this
         store saw it last.
         delete: refs to remove there.
-        dry_run: only report what would be sent.
+        dry_run: only report what would be sent, and in how many requests.
         jobs: parts that are sent at once.
         limit_rate: the most bytes a second, all parts together.
 
@@ -196,6 +196,7 @@ class Exchanging(OpenStore):
         name: str,
         refs: Sequence[str] = (),
         *,
+        signers: Mapping[bytes, str] | None = None,
         jobs: int = JOBS,
         limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
@@ -204,13 +205,21 @@ class Exchanging(OpenStore):
 
         refs: the remote's branches and tags, or patterns; none: all, and those that it removed are
         removed here, too.  Everything is checked against its id before it is published.
+        signers: trusted keys and their names, as for `log`.  Where the store has the setting
+        `require_signed`, refs move only to snapshots that one of them signed.
         jobs: parts that are received at once. limit_rate: the most bytes a second.
 
-        Raises NotFound, Corrupt (what came is not what its id says), Unavailable; then nothing
-        changed.
+        Raises NotFound, Corrupt (what came is not what its id says), Conflict (a signature that the
+        store requires is missing), Unavailable; then nothing changed.
         """
         return self._fetched(
-            name, refs, pulls=False, jobs=jobs, limit_rate=limit_rate, progress=progress
+            name,
+            refs,
+            pulls=False,
+            signers=signers,
+            jobs=jobs,
+            limit_rate=limit_rate,
+            progress=progress,
         )
 
     def pull(
@@ -218,6 +227,7 @@ class Exchanging(OpenStore):
         name: str,
         refs: Sequence[str] = (),
         *,
+        signers: Mapping[bytes, str] | None = None,
         jobs: int = JOBS,
         limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
@@ -228,7 +238,13 @@ class Exchanging(OpenStore):
         Arguments and errors are those of `fetch`.
         """
         return self._fetched(
-            name, refs, pulls=True, jobs=jobs, limit_rate=limit_rate, progress=progress
+            name,
+            refs,
+            pulls=True,
+            signers=signers,
+            jobs=jobs,
+            limit_rate=limit_rate,
+            progress=progress,
         )
 
     def bundle(
@@ -258,6 +274,7 @@ class Exchanging(OpenStore):
         destination: str | Path,
         refs: Sequence[str],
         *,
+        signers: Mapping[bytes, str] | None = None,
         jobs: int = JOBS,
         progress: ProgressCallback | None = None,
     ) -> CopyReport:
@@ -268,14 +285,21 @@ class Exchanging(OpenStore):
         ancestors only records are copied, as far as the other store lacks them.
 
         refs: branches and tags, or patterns of them. jobs: parts that are copied at once.
+        signers: as for `fetch`, if the other store has the setting `require_signed`.
 
-        Raises NotFound, BadRequest (the same store), Incompatible (another block size), Corrupt,
-        StorageFailed; then nothing changed.
+        Raises NotFound, BadRequest (the same store), Incompatible (another block size), Conflict (a
+        signature that the other store requires is missing), Corrupt, StorageFailed; then nothing
+        changed.
         """
         from mstore.remotes.copying import copy_refs
 
         return copy_refs(
-            self._catalog, local_path(destination), refs, jobs=job_count(jobs), progress=progress
+            self._catalog,
+            local_path(destination),
+            refs,
+            signers=signers,
+            jobs=job_count(jobs),
+            progress=progress,
         )
 
     @staticmethod
@@ -341,6 +365,7 @@ class Exchanging(OpenStore):
         refs: Sequence[str],
         *,
         pulls: bool,
+        signers: Mapping[bytes, str] | None,
         jobs: int,
         limit_rate: int | None,
         progress: ProgressCallback | None,
@@ -349,7 +374,13 @@ class Exchanging(OpenStore):
 
         with self._remote(name, limit_rate) as remote:
             return Fetch(
-                self._catalog, remote, refs, pulls=pulls, jobs=job_count(jobs), progress=progress
+                self._catalog,
+                remote,
+                refs,
+                pulls=pulls,
+                signers=signers,
+                jobs=job_count(jobs),
+                progress=progress,
             ).run()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -47,6 +47,7 @@ def copy_refs(
     destination: Path,
     names: Sequence[str],
     *,
+    signers: Mapping[bytes, str] | None,
     jobs: int,
     progress: ProgressCallback | None,
 ) -> CopyReport:
@@ -65,7 +66,14 @@ def copy_refs(
             with closing(StoreRemote(catalog, f"copy to {destination}")) as objects:
                 remote = Remote("source", objects, lease.directory)
                 fetch = Fetch(
-                    other, remote, chosen, pulls=True, tracks=False, jobs=jobs, progress=progress
+                    other,
+                    remote,
+                    chosen,
+                    pulls=True,
+                    tracks=False,
+                    signers=signers,
+                    jobs=jobs,
+                    progress=progress,
                 )
                 done = fetch.run()
         except Corrupt as error:

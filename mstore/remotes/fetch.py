@@ -5,13 +5,15 @@
     -> one transaction: packs, snapshots, notes, refs
 
 A pull also moves branches, if that is a fast-forward. One fetch of a remote runs at a time in a
-store; others wait.
+store; others wait. Where the store's settings say `require_signed`, nothing is downloaded but
+records and notes if a ref would move to a snapshot that no trusted key signed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from mstore import fs
@@ -25,6 +27,7 @@ from mstore.remotes.places import RemotePlaces
 from mstore.remotes.records import RemoteRecords
 from mstore.remotes.state import Remote, RemoteState
 from mstore.remotes.tracking import MovedRef, moved_ref, remote_moves
+from mstore.snapshots.notes import BAD_SIGNATURE, GOOD_SIGNATURE, SignatureReport
 from mstore.store import layout as layouts
 from mstore.store import plans, refs
 from mstore.store.catalog import Catalog, now_ns
@@ -33,7 +36,7 @@ from mstore.store.refs import RefStore, refs_in
 from mstore.store.transaction import RefMove, Transaction
 from mstore.terms.errors import Conflict, Corrupt, Incompatible, NotFound, did_you_mean
 from mstore.terms.ids import NoteId, SnapshotId
-from mstore.terms.phrases import call
+from mstore.terms.phrases import Option, Phrase, call, few, phrase
 from mstore.terms.report import ProgressCallback, Report
 
 _MOST_THREADS: Final = 16
@@ -64,6 +67,14 @@ class FetchReport(Report, frozen=True):
     """how long it took"""
 
 
+def _worth(signatures: Sequence[SignatureReport]) -> str:
+    """Return what signatures are worth none of which is a trusted key's."""
+    if not signatures:
+        return "not signed"
+    keys = [one.key for one in signatures if one.state != BAD_SIGNATURE]
+    return f"signed by {few(keys)}" if keys else "the signature is bad"
+
+
 def _is_nested(name: str, others: Iterable[str]) -> bool:
     """Return whether a name is below or above one of others."""
     return any(name.startswith(f"{o}/") or o.startswith(f"{name}/") for o in others)
@@ -81,8 +92,8 @@ def _nests(known: RefStore, name: str) -> bool:
 class Fetch:
     """One fetch, or one pull.
 
-    tracks: whether refs below remotes/ say what is there. only_records: new snapshots whose
-    contents did not come.
+    tracks: whether refs below remotes/ say what is there. signers: names of trusted public keys.
+    only_records: new snapshots whose contents did not come.
     """
 
     def __init__(
@@ -93,6 +104,7 @@ class Fetch:
         *,
         pulls: bool,
         tracks: bool = True,
+        signers: Mapping[bytes, str] | None = None,
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
@@ -103,6 +115,7 @@ class Fetch:
         self.needs = Needs()
         self._pulls = pulls
         self._tracks = tracks
+        self._signers = signers or {}
         self._jobs = min(jobs, _MOST_THREADS)
         self._progress = progress
         self._received = 0
@@ -110,7 +123,11 @@ class Fetch:
         self._snapshots = 0
 
     def run(self) -> FetchReport:
-        """Fetch. Raises Corrupt for what does not match its id, Unavailable; then nothing moved."""
+        """Fetch. Raises Corrupt for what does not match its id, Unavailable; then nothing moved.
+
+        Raises Conflict if the store requires signatures, and a ref would move to a snapshot without
+        one.
+        """
         began = time.monotonic()
         layouts.require_writable(self._catalog.layout)
         self._remote.make_directory()
@@ -207,6 +224,9 @@ class Fetch:
                 needs = self.needs = gather(source, heads, set(heads).__contains__)
                 transaction.rely_on(source.passed)
                 self._add_notes(source, needs, notes)
+                if self._catalog.config.require_signed:
+                    # Before the download. Below again: refs of this store may move meanwhile.
+                    self._moves(source, wanted)
                 arrival = Arrival(
                     self._catalog,
                     self._remote,
@@ -271,7 +291,74 @@ class Fetch:
                     moves.append(RefMove(name, own, new, action))
                 else:
                     diverged.append(name)
+        if self._catalog.config.require_signed:
+            self._require_signed(source, wanted, moves)
         return moves, diverged
+
+    # -- signatures --------------------------------------------------------------------------
+
+    def _require_signed(
+        self,
+        source: RemoteRecords | LocalRecords,
+        wanted: dict[str, tuple[str, SnapshotId | None]],
+        moves: Sequence[RefMove],
+    ) -> None:
+        """Raise Conflict if a ref moves to a snapshot without a good signature of a trusted key.
+
+        Raises Unavailable if signatures cannot be checked here.
+        """
+        ids = dict.fromkeys(SnapshotId(one.new.snapshot) for one in moves if one.new is not None)
+        if not ids:
+            return
+        found = self._signatures(source, ids)
+        refused = {
+            name: (id, found[id])
+            for name, (_, id) in wanted.items()
+            if id in found and all(one.state != GOOD_SIGNATURE for one in found[id])
+        }
+        if not refused:
+            return
+        told = few([f"{name} {id.short} ({_worth(made)})" for name, (id, made) in refused.items()])
+        raise Conflict(
+            f"require_signed is set, and no trusted key signed what refs would move to: {told}",
+            where=self._remote.where,
+            hint=self._how_to_sign(next(iter(refused)), any(made for _, made in refused.values())),
+        )
+
+    def _how_to_sign(self, name: str, has_signature: bool) -> Phrase:
+        if not self._tracks:
+            theirs = phrase("sign them: {sign}", sign=call("sign", name, "..."))
+        else:
+            theirs = phrase(
+                "where they were made, sign them, {sign}, and push again",
+                sign=call("sign", name, "...", store="STORE"),
+            )
+        if not has_signature:
+            return theirs
+        return phrase(
+            "if you know whose a key is, trust it ({signers}); else {theirs}",
+            signers=Option("signers"),
+            theirs=theirs,
+        )
+
+    def _signatures(
+        self, source: RemoteRecords | LocalRecords, ids: Iterable[SnapshotId]
+    ) -> dict[SnapshotId, tuple[SignatureReport, ...]]:
+        """Return the checked signatures of snapshots: those that are here, and those that come."""
+        from mstore.snapshots.signing import by_subject, require_library
+
+        require_library()
+        coming: dict[SnapshotId, list[NoteId]] = defaultdict(list)
+        for snapshot, note in self.needs.notes:
+            coming[snapshot].append(note)
+        found = {}
+        for id in ids:
+            here = [note for _, note in LocalRecords(self._catalog).notes([id])]
+            named = list(dict.fromkeys((*here, *coming[id])))
+            records = zip(named, source.load(Note, named), strict=True)
+            own = {note: one for note, one in records if one.snapshot_id() == id and not one.notes}
+            found[id] = by_subject(own, self._signers).get(None, ())
+        return found
 
     def _called(self, wanted: dict[str, tuple[str, SnapshotId | None]]) -> dict[SnapshotId, str]:
         """Return names of snapshots, for people: this store's own, else the remote's."""

@@ -24,6 +24,8 @@ PROBE: Final = "probe/"
 MOST_ROOT_BYTES: Final = 1 << 16
 PIECE_BYTES: Final = 8 << 20
 """Bytes of one request for a part of a large object: above the least that S3 takes (5 MiB)."""
+PROBE_PUTS: Final = 4
+"""How often `probe` puts something."""
 MOST_JOBS: Final = 16
 """Parts that are sent at once, at most: with `PIECE_BYTES` each, 128 MiB."""
 
@@ -147,6 +149,11 @@ class ReadOnly(Objects):
 
     def remove(self, name: str) -> NoReturn:
         self.require_writable()
+
+
+def requests_to_put(size: int) -> int:
+    """Return how many requests put an object: one, or a beginning, its parts and an end."""
+    return 1 if size <= PIECE_BYTES else -(-size // PIECE_BYTES) + 2
 
 
 def short(where: str, name: str) -> Corrupt:

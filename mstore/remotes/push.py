@@ -39,7 +39,7 @@ from mstore.remotes.layout import (
     table_name,
 )
 from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor
-from mstore.remotes.objects import MOST_JOBS, Absent, Overtaken
+from mstore.remotes.objects import MOST_JOBS, Absent, Overtaken, requests_to_put
 from mstore.remotes.outgoing import Outgoing, laid_out, pieces
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.state import Changes, Remote, RemoteState
@@ -84,6 +84,8 @@ class PushReport(Report, frozen=True):
     """packs that were put"""
     bytes_sent: int
     """their size"""
+    requests: int
+    """requests that put something there; a part of a large pack takes one, too"""
     generation: int
     """number of changes that the remote has seen"""
     seconds: float
@@ -140,23 +142,21 @@ class Push:
     def run(self, *, dry_run: bool) -> PushReport:
         """Push. Raises Conflict for a ref that moved there, Corrupt, Unavailable."""
         began = time.monotonic()
+        self._remote.dry_run = dry_run
         self._remote.objects.require_writable()
         self._remote.make_directory()
         named = [ref.snapshot_id() for ref in self._refs.values()]
         with _lease(self._catalog, self._remote), contents.held(self._catalog, named):
             self.needs = gather(self._source, named, self._is_whole(set(named)))
-            state = self._state(dry_run)
-            if state is not None:
-                self._take_up(state)
+            state = self._state()
+            self._take_up(state)
             for _ in self._remote.attempts():
                 try:
-                    moved, changes = self._decided(state, dry_run)
+                    moved, changes = self._decided(state)
                 except Absent as error:
-                    if state is None:
-                        raise
                     state = self._remote.newer(state, error)
                     continue
-                if dry_run or state is None or not changes:
+                if not changes:
                     break
                 self._stamp(changes)
                 try:
@@ -164,7 +164,7 @@ class Push:
                     break
                 except Overtaken:
                     state = self._remote.state()
-        if not dry_run and state is not None:
+        if not dry_run:
             self._remote.remember(state)
             self._forget_sent()
             if self._tracks and may_write(self._catalog):
@@ -178,7 +178,8 @@ class Push:
             blocks=self._blocks,
             packs=self._packs,
             bytes_sent=self._bytes,
-            generation=0 if state is None else state.root.generation,
+            requests=self._remote.requests,
+            generation=state.root.generation,
             seconds=time.monotonic() - began,
         )
 
@@ -189,14 +190,12 @@ class Push:
 
     # -- what is there -----------------------------------------------------------------------
 
-    def _state(self, dry_run: bool) -> RemoteState | None:
+    def _state(self) -> RemoteState:
         """Return the remote's state; make a remote where there is none."""
         size = self._catalog.block_size
         try:
             state = self._remote.state()
         except Absent:
-            if dry_run:
-                return None
             state = self._remote.create(
                 RemoteRoot(layout.VERSION, uuid4(), size, 0, uuid4().hex, ())
             )
@@ -267,36 +266,32 @@ class Push:
 
     # -- deciding ----------------------------------------------------------------------------
 
-    def _decided(self, state: RemoteState | None, dry_run: bool) -> tuple[list[MovedRef], Changes]:
+    def _decided(self, state: RemoteState) -> tuple[list[MovedRef], Changes]:
         """Send what this state of the remote lacks; return what moves, and the rows that change."""
         changes = Changes()
         moved = self._moves(state, changes)
         if not self._refs:
             return moved, changes
-        places = None
-        if state is not None:
-            self._drop_deleted(state)
-            places = RemotePlaces(self._remote, state)
-            self._drop_without_base(places)
-        used = self._used = self._send(places, state, dry_run)
-        if state is not None and not dry_run:
-            self._rows(state, changes, used)
+        self._drop_deleted(state)
+        places = RemotePlaces(self._remote, state)
+        self._drop_without_base(places)
+        used = self._used = self._send(places)
+        self._rows(state, changes, used)
         return moved, changes
 
     def _stamp(self, changes: Changes) -> None:
         """Give the moves of refs the remote's time, by which its gc keeps them."""
         rows = changes.rows["refs"]
         if rows:
-            put = self._table
-            now = self._remote.clock_ns() if put is None else self._remote.objects.time_ns(put)
+            now = self._remote.clock_ns(self._table)
             for key, row in rows.items():
                 *before, last = row.moves
                 moves = (*before, msgspec.structs.replace(last, time_ns=now))
                 rows[key] = msgspec.structs.replace(row, moves=moves)
 
-    def _moves(self, state: RemoteState | None, changes: Changes) -> list[MovedRef]:
-        before = {} if state is None else state.refs()
-        generation = 1 if state is None else state.root.generation + 1
+    def _moves(self, state: RemoteState, changes: Changes) -> list[MovedRef]:
+        before = state.refs()
+        generation = state.root.generation + 1
         wanted: dict[str, refs.Ref | None] = {**self._refs, **dict.fromkeys(self._delete)}
         moved = []
         for name, ref in wanted.items():
@@ -354,9 +349,7 @@ class Push:
 
     # -- sending -----------------------------------------------------------------------------
 
-    def _send(
-        self, places: RemotePlaces | None, state: RemoteState | None, dry_run: bool
-    ) -> dict[Key, PackId]:
+    def _send(self, places: RemotePlaces) -> dict[Key, PackId]:
         """Put packs with what the remote lacks; return which pack has each thing needed."""
         used: dict[Key, PackId] = {}
         lacking: dict[Key, Location] = {}
@@ -365,10 +358,7 @@ class Push:
         def look(kind: Kind, ids: Sequence[bytes], *, as_bases: bool = False) -> list[bytes]:
             """Note what is there; return what is not."""
             missing = []
-            if places is None:
-                found: list[Location | None] = [None] * len(ids)
-            else:
-                found = places.alone(ids) if as_bases else places.locate(kind, ids)
+            found = places.alone(ids) if as_bases else places.locate(kind, ids)
             for id, at in zip(ids, found, strict=True):
                 pack, base = (at.pack, at.base) if at else self._at.get((kind, id), (None, NO_BASE))
                 if pack is None or (as_bases and base != NO_BASE):
@@ -398,7 +388,11 @@ class Push:
             self._blocks += sum(entry.kind == Kind.BLOCK for entry in one.entries)
             self._packs += 1
             self._bytes += one.size
-        if not dry_run:
+            self._remote.requests += requests_to_put(one.size)
+        if self._remote.dry_run:
+            for one in order:
+                self._note_sent(_Sent(one.pack, one.size, one.table))
+        else:
             self._put_each(order, tick)
         used.update((key, self._at[key][0]) for key in lacking if key in self._at)
         return used
@@ -487,7 +481,7 @@ class Push:
             data = b"".join(one.table for one in new)
             table, made = TableId.of(data), state.root.generation + 1
             self._table = table_name(made, table)
-            self._remote.objects.put_bytes(self._table, data)
+            self._remote.put_bytes(self._table, data)
             offset = 0
             for one in new:
                 changes.put(

@@ -28,10 +28,12 @@ from mstore.remotes.layout import LISTS, Named, NoteRow, PackRow, RefRow, Remote
 from mstore.remotes.objects import (
     MOST_ROOT_BYTES,
     PROBE,
+    PROBE_PUTS,
     Absent,
     Objects,
     Overtaken,
     RootStamp,
+    requests_to_put,
 )
 from mstore.terms.errors import Conflict, Corrupt, StorageFailed
 from mstore.terms.ids import SnapshotId
@@ -120,13 +122,18 @@ class Changes(msgspec.Struct):
 
 
 class Remote:
-    """One remote of one store."""
+    """One remote of one store.
+
+    dry_run: whether what would be put is only counted. requests: those that put something there,
+    or with `dry_run` would.
+    """
 
     def __init__(self, name: str, objects: Objects, directory: Path) -> None:
         self.name = name
         self.objects = objects
         self.directory = directory
-        self.lists_put = 0
+        self.dry_run = False
+        self.requests = 0
 
     @property
     def where(self) -> str:
@@ -259,9 +266,9 @@ class Remote:
                 continue
             for named, data in before.changed(kind, changes.rows[kind]):
                 if data is not None:
-                    self.objects.put_bytes(named.name, data)
-                    fs.replace_file(self.directory / "lists" / named.file, data)
-                    self.lists_put += 1
+                    self.put_bytes(named.name, data)
+                    if not self.dry_run:
+                        fs.replace_file(self.directory / "lists" / named.file, data)
                 lists.append(named)
         root = msgspec.structs.replace(
             before.root,
@@ -269,12 +276,29 @@ class Remote:
             nonce=secrets.token_hex(16),
             lists=tuple(lists),
         )
+        self.requests += 1
+        if self.dry_run:
+            return before
         return self._state(root, self.objects.swap_root(root.encode(), before.stamp))
 
-    def clock_ns(self) -> int:
-        """Return the time by the remote's clock, in ns since the epoch."""
-        name = f"{PROBE}{secrets.token_hex(16)}"
-        self.objects.put_bytes(name, b"")
+    def put_bytes(self, name: str, data: bytes) -> None:
+        """Put an object that is not the root."""
+        self.requests += requests_to_put(len(data))
+        if not self.dry_run:
+            self.objects.put_bytes(name, data)
+
+    def clock_ns(self, put: str | None = None) -> int:
+        """Return the time by the remote's clock, in ns since the epoch; 0 in a dry run.
+
+        put: an object that was just put, if there is one.
+        """
+        name = put or f"{PROBE}{secrets.token_hex(16)}"
+        if put is None:
+            self.put_bytes(name, b"")
+        if self.dry_run:
+            return 0
+        if put is not None:
+            return self.objects.time_ns(put)
         try:
             return self.objects.time_ns(name)
         finally:
@@ -289,6 +313,9 @@ class Remote:
 
     def create(self, root: RemoteRoot) -> RemoteState:
         """Make the remote, unless somebody else just did; return what it is."""
+        self.requests += PROBE_PUTS + 1
+        if self.dry_run:
+            return self._state(root, RootStamp(None))
         self.objects.probe(root.nonce)
         try:
             stamp = self.objects.swap_root(root.encode(), None)

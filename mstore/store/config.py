@@ -4,6 +4,7 @@
     reflog_days = 30     for how many days the reflog keeps what refs pointed at
     shared = "umask"     who besides its creator may use what is created: umask, group, all
     filesystem = ""      a type that behaves as a local filesystem, for whoever uses the store
+    require_signed = false   whether a fetch moves refs only to snapshots that a trusted key signed
 
     [remote.NAME]        a remote (`mstore.remotes`): its address, and how to reach it
     url = "s3://bucket/models"
@@ -39,6 +40,7 @@ MAX_BYTES: Final = 1 << 16
 MAX_REFLOG_DAYS: Final = 36_500
 
 Value = str | int
+"""A truth value is an int, too."""
 
 
 class RemoteConfig(msgspec.Struct, frozen=True):
@@ -63,6 +65,7 @@ class Config(msgspec.Struct, frozen=True):
     reflog_days: int = 30
     shared: Sharing = Sharing.UMASK
     filesystem: str = ""
+    require_signed: bool = False
     remotes: tuple[RemoteConfig, ...] = ()
 
     @classmethod
@@ -111,15 +114,17 @@ class Config(msgspec.Struct, frozen=True):
             "reflog_days": self.reflog_days,
             "shared": self.shared.value,
             "filesystem": self.filesystem,
+            "require_signed": self.require_signed,
         }
 
     def text(self) -> str:
         """Return the file's content."""
         lines = [
-            f'{key} = "{value}"\n' if isinstance(value, str) else f"{key} = {value}\n"
+            # JSON's words, numbers and truth values are those of TOML.
+            f"{key} = {json.dumps(value)}\n"
             for key, value in self.values().items()
             # Omit the default, so that versions without these keys read most stores.
-            if (key, value) not in (("shared", Sharing.UMASK), ("filesystem", ""))
+            if (key, value) not in _OMITTED
         ]
         return "".join([*lines, *(one.text() for one in self.remotes)])
 
@@ -128,9 +133,11 @@ class Config(msgspec.Struct, frozen=True):
         fs.replace_file(layout.config, self.text(), staging=layout.tmp)
 
 
+_OMITTED: Final = (("shared", Sharing.UMASK), ("filesystem", ""), ("require_signed", False))
 KEYS: Final = tuple(key for key in Config.__struct_fields__ if key != "remotes")
+_TRUTH: Final = MappingProxyType({"true": True, "false": False})
 WORDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"codec": tuple(Policy), "shared": tuple(Sharing)}
+    {"codec": tuple(Policy), "shared": tuple(Sharing), "require_signed": tuple(_TRUTH)}
 )
 """The values of settings that are words."""
 
@@ -143,6 +150,8 @@ _MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
         "shared": "group: the store's group reads and writes; all: others also read; "
         "umask: as the umask of each user says",
         "filesystem": "findmnt -n -o FSTYPE -T DIR prints the type of a directory",
+        "require_signed": "true refuses what no trusted key signed, where a ref would move to it; "
+        "false takes it",
     }
 )
 """What the values of each setting mean."""
@@ -176,6 +185,10 @@ def _parsed(key: str, value: object) -> Policy | Sharing | str | int:
             return value
         case "reflog_days", _:
             raise _refused(key, value, f"0 to {MAX_REFLOG_DAYS}")
+        case "require_signed", bool():
+            return value
+        case "require_signed", _:
+            raise _refused(key, value, ", ".join(WORDS[key]))
     raise BadRequest(
         f"no such setting: {key!r}; there are {', '.join(KEYS)}", hint=call("configure")
     )
@@ -191,6 +204,8 @@ def typed(key: str, text: str) -> Value:
         if not text.isascii() or not text.isdigit():
             raise _refused(key, text, f"0 to {MAX_REFLOG_DAYS}")
         return int(text[:9])
+    if key == "require_signed":
+        return _TRUTH.get(text, text)
     return text
 
 

@@ -56,6 +56,9 @@ def config(
     filesystem: a type of filesystem that the store may be on, though mstore does not know it as
     local. You vouch that locks and shared maps hold there for all who use the store. '' is none.
 
+    require_signed: with true, fetch and pull move refs only to snapshots that a key you trust has
+    signed, and mstore copy to this store likewise; see mstore sign and mstore verify.
+
     With --user, the settings are yours, in config.toml of your mstore configuration directory, and
     only the command line reads them. A change writes the file anew, without comments.
 
@@ -128,6 +131,8 @@ def _require_known(key: str, *, user: bool) -> None:
 
 
 def _listed(value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [str(value).lower()]
     return [str(one) for one in value] if isinstance(value, list) else [str(value)]
 
 

@@ -13,6 +13,7 @@ from mstore_cli.exchange import show_moved
 from mstore_cli.options import JOBS, Argument, Jobs
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
+from mstore_cli.signers import SignersOption, trusted_signers
 from mstore_cli.sizes import format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def copy(
         ),
     ],
     destination: Annotated[Path, Argument(metavar="STORE", help="Another store.")],
+    signers: SignersOption = None,
     jobs: Jobs = JOBS,
 ) -> None:
     """Copy models to another store on this machine.
@@ -47,7 +49,9 @@ def copy(
     ref of theirs, too. Reflogs, settings and statistics stay.
     """
     with session.open() as store, session.progress() as tick:
-        report = store.copy_to(destination, refs, jobs=jobs, progress=tick)
+        report = store.copy_to(
+            destination, refs, signers=trusted_signers(signers), jobs=jobs, progress=tick
+        )
         session.settled()
     session.warn_if_quiet(_stays(one) for one in report.diverged)
     session.output.emit(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mstore_cli.command import command
-from mstore_cli.exchange import rate_of, resumable, show_fetched, signed
+from mstore_cli.exchange import rate_of, resumable, show_fetched, signed, signers_for
 from mstore_cli.options import JOBS, Jobs, LimitRate, Remote, RemoteRefs
 from mstore_cli.session import Session
+from mstore_cli.signers import SignersOption
 
 
 @command(
@@ -17,6 +18,7 @@ def fetch(
     session: Session,
     name: Remote,
     refs: RemoteRefs = (),
+    signers: SignersOption = None,
     jobs: Jobs = JOBS,
     limit_rate: LimitRate = None,
 ) -> None:
@@ -29,9 +31,16 @@ def fetch(
     An interrupted fetch goes on when it is run again.
     """
     with session.open_to_exchange() as store, session.progress() as tick, resumable():
-        report = store.fetch(name, refs, jobs=jobs, limit_rate=rate_of(limit_rate), progress=tick)
+        report = store.fetch(
+            name,
+            refs,
+            signers=signers_for(store, signers),
+            jobs=jobs,
+            limit_rate=rate_of(limit_rate),
+            progress=tick,
+        )
         session.settled()
-        signatures = signed(store, report.fetched)
+        signatures = signed(store, report.fetched, signers)
     session.output.emit(
         report,
         ids=[one.name for one in report.fetched],

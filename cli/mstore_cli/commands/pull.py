@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from mstore_cli.command import command
 from mstore_cli.errors import FAILURE, Ended
-from mstore_cli.exchange import rate_of, resumable, show_fetched, signed
+from mstore_cli.exchange import rate_of, resumable, show_fetched, signed, signers_for
 from mstore_cli.options import JOBS, Jobs, LimitRate, Remote, RemoteRefs
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
+from mstore_cli.signers import SignersOption
 
 
 @command(
@@ -19,6 +20,7 @@ def pull(
     session: Session,
     name: Remote,
     refs: RemoteRefs = (),
+    signers: SignersOption = None,
     jobs: Jobs = JOBS,
     limit_rate: LimitRate = None,
 ) -> None:
@@ -30,9 +32,16 @@ def pull(
     with status 1. Nothing is merged: `mstore merge` merges models.
     """
     with session.open_to_exchange() as store, session.progress() as tick, resumable():
-        report = store.pull(name, refs, jobs=jobs, limit_rate=rate_of(limit_rate), progress=tick)
+        report = store.pull(
+            name,
+            refs,
+            signers=signers_for(store, signers),
+            jobs=jobs,
+            limit_rate=rate_of(limit_rate),
+            progress=tick,
+        )
         session.settled()
-        signatures = signed(store, (*report.fetched, *report.moved))
+        signatures = signed(store, (*report.fetched, *report.moved), signers)
         kinds = {one.name: one.kind for one in store.refs()} if report.diverged else {}
     session.warn_if_quiet(f"{one} diverged from {name}'s, and stays" for one in report.diverged)
 

@@ -55,7 +55,8 @@ def push(
         ),
     ] = (),
     dry_run: Annotated[
-        bool, Option("--dry-run", "-n", help="Only print what would be sent.")
+        bool,
+        Option("--dry-run", "-n", help="Only print what would be sent, and in how many requests."),
     ] = False,
     jobs: Jobs = JOBS,
     limit_rate: LimitRate = None,
@@ -102,6 +103,7 @@ def _show(screen: Screen, report: PushReport) -> None:
             ("snapshots", report.snapshots or None),
             ("blocks", report.blocks or None),
             ("size", _sent(report)),
+            ("requests", report.requests if report.dry_run else None),
             ("time", format_seconds(report.seconds)),
         ]
     )
