@@ -952,3 +952,26 @@ def test_circles_end() -> None:
     assert is_ancestor(circle, circle.id(3), [circle.id(0)])
     assert not is_ancestor(circle, SnapshotId(b"\x77" * 32), [circle.id(0)])
     assert circle.loaded < 20
+
+
+def test_contents_of_ancestors_come_when_asked_for(place: Place) -> None:
+    """What was pushed with ancestors comes with ancestors: to a store that has their records, and
+    to one that has nothing; the mark that they are pruned goes."""
+    a, b = place.store("a"), place.store("b")
+    for seed in (1, 2, 3):
+        place.add(a, "x", seed)
+    first, second, _ = reversed([one.snapshot for one in a.log("x")])
+    a.push("origin", ["x"], ancestors=True)
+    b.pull("origin")
+    assert {one.snapshot: one.pruned for one in b.log("x")}[first]
+    report = b.fetch("origin", ancestors=True)
+    assert (report.fetched, report.blocks > 0) == ((), True)
+    c = place.store("c")
+    c.pull("origin", ancestors=True)
+    for store in (b, c):
+        assert not any(one.pruned for one in store.log("x"))
+        for id in (first, second):
+            for file in store.view(id).files:
+                assert b"".join(store.read_file(id, file)) == b"".join(a.read_file(id, file))
+        assert store.fsck(read_data=True).problems == ()
+    assert b.fetch("origin", ancestors=True).blocks == 0

@@ -226,8 +226,12 @@ def _own_endpoints() -> list[str]:
     """Return the servers that the user's settings and environment name."""
     from mstore_cli import user_config
 
-    named = (os.environ.get(name, "") for name in ENDPOINT_VARIABLES)
-    return [*user_config.read()["endpoints"], *filter(user_config.is_endpoint, named)]
+    named = {name: os.environ.get(name, "") for name in ENDPOINT_VARIABLES}
+    for name, value in named.items():
+        if value and not value.startswith(("http://", "https://")):
+            # What speaks to the server would only say that it cannot.
+            raise UsageError(f"{name} is no address: {value}", hint=f"{name}=https://{value}")
+    return [*user_config.read()["endpoints"], *filter(user_config.is_endpoint, named.values())]
 
 
 def author() -> str:

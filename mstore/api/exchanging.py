@@ -196,6 +196,7 @@ class Exchanging(OpenStore):
         name: str,
         refs: Sequence[str] = (),
         *,
+        ancestors: bool = False,
         signers: Mapping[bytes, str] | None = None,
         jobs: int = JOBS,
         limit_rate: int | None = None,
@@ -205,6 +206,7 @@ class Exchanging(OpenStore):
 
         refs: the remote's branches and tags, or patterns; none: all, and those that it removed are
         removed here, too.  Everything is checked against its id before it is published.
+        ancestors: also bring contents of ancestors, where the remote has them.
         signers: trusted keys and their names, as for `log`.  Where the store has the setting
         `require_signed`, refs move only to snapshots that one of them signed.
         jobs: parts that are received at once. limit_rate: the most bytes a second.
@@ -216,6 +218,7 @@ class Exchanging(OpenStore):
             name,
             refs,
             pulls=False,
+            ancestors=ancestors,
             signers=signers,
             jobs=jobs,
             limit_rate=limit_rate,
@@ -227,6 +230,7 @@ class Exchanging(OpenStore):
         name: str,
         refs: Sequence[str] = (),
         *,
+        ancestors: bool = False,
         signers: Mapping[bytes, str] | None = None,
         jobs: int = JOBS,
         limit_rate: int | None = None,
@@ -241,6 +245,7 @@ class Exchanging(OpenStore):
             name,
             refs,
             pulls=True,
+            ancestors=ancestors,
             signers=signers,
             jobs=jobs,
             limit_rate=limit_rate,
@@ -365,6 +370,7 @@ class Exchanging(OpenStore):
         refs: Sequence[str],
         *,
         pulls: bool,
+        ancestors: bool,
         signers: Mapping[bytes, str] | None,
         jobs: int,
         limit_rate: int | None,
@@ -378,6 +384,7 @@ class Exchanging(OpenStore):
                 remote,
                 refs,
                 pulls=pulls,
+                contents_of_ancestors=ancestors,
                 signers=signers,
                 jobs=job_count(jobs),
                 progress=progress,

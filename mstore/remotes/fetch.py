@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from mstore import fs
@@ -104,6 +104,7 @@ class Fetch:
         *,
         pulls: bool,
         tracks: bool = True,
+        contents_of_ancestors: bool = False,
         signers: Mapping[bytes, str] | None = None,
         jobs: int,
         progress: ProgressCallback | None = None,
@@ -115,6 +116,7 @@ class Fetch:
         self.needs = Needs()
         self._pulls = pulls
         self._tracks = tracks
+        self._with_contents = contents_of_ancestors
         self._signers = signers or {}
         self._jobs = min(jobs, _MOST_THREADS)
         self._progress = progress
@@ -215,13 +217,15 @@ class Fetch:
         source: RemoteRecords | LocalRecords = local
         notes = self._lacking_notes(state)
         is_about_known = any(local.is_known(row.snapshot_id()) for row in notes)
-        if is_about_known or not all(local.is_known(id) and local.has_contents(id) for id in heads):
+        is_all_here = all(local.is_known(id) and local.has_contents(id) for id in heads)
+        if is_about_known or self._with_contents or not is_all_here:
             places = RemotePlaces(self._remote, state)
             source = RemoteRecords(self._catalog, self._remote, places, state)
+            source.looks_beyond = self._with_contents
         with Transaction(self._catalog, f"fetch from {self._remote.name}") as transaction:
             needs = self.needs
             if isinstance(source, RemoteRecords):
-                needs = self.needs = gather(source, heads, set(heads).__contains__)
+                needs = self.needs = gather(source, heads, self._is_whole(source, set(heads)))
                 transaction.rely_on(source.passed)
                 self._add_notes(source, needs, notes)
                 if self._catalog.config.require_signed:
@@ -258,6 +262,13 @@ class Fetch:
         fetched = [one for one, flag in zip(told, is_remote, strict=True) if flag]
         moved = [one for one, flag in zip(told, is_remote, strict=True) if not flag]
         return fetched, moved, diverged
+
+    def _is_whole(
+        self, source: RemoteRecords, heads: set[SnapshotId]
+    ) -> Callable[[SnapshotId], bool]:
+        if not self._with_contents:
+            return heads.__contains__
+        return lambda id: id in heads or source.has_contents(id)
 
     def _moves(
         self,
@@ -422,6 +433,8 @@ class Fetch:
             for id in new:
                 if id not in needs.whole and id not in named:
                     index.put(rows, PRUNED, id, now_ns())
+            for id in needs.whole:
+                index.delete(rows, PRUNED, id)
             for snapshot, note in needs.notes:
                 index.put(rows, NOTES, (snapshot, note), None)
 

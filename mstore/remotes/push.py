@@ -341,7 +341,7 @@ class Push:
                 f"{SnapshotId(new).short}",
                 where=name,
                 hint=phrase(
-                    "{fetch}, and merge or add on top of it; or, to replace it, {force}",
+                    "{fetch}; then merge or add on top of it, or, to replace what it has, {force}",
                     fetch=call("fetch", self._remote.name),
                     force=call("push", self._remote.name, refs=(name,), force_with_lease=True),
                 ),

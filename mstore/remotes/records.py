@@ -65,6 +65,8 @@ class RemoteRecords:
         self._state = state
         self._local = LocalRecords(catalog)
         self._records: dict[Key, Record] = {}
+        self.looks_beyond = False
+        """Whether to look at ancestors of snapshots that are here."""
         self.received = 0
         self.passed: set[Key] = set()
         """What needs no look because it is here: it must still be when all is published."""
@@ -152,7 +154,7 @@ class RemoteRecords:
                 (kind, bytes(id)) for id, is_here in zip(ids, found, strict=True) if is_here
             )
             return found
-        return [self._is_whole(SnapshotId(id)) for id in ids]
+        return [not self.looks_beyond and self._is_whole(SnapshotId(id)) for id in ids]
 
     def _is_whole(self, id: SnapshotId) -> bool:
         return self._local.is_known(id) and self._local.has_contents(id)

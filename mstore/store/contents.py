@@ -143,9 +143,13 @@ def _is_whole(index: Index, transaction: IndexTransaction, manifest: Manifest) -
 
 def _gone(called: str) -> Pruned:
     return Pruned(
-        "its contents were pruned",
+        "its contents were pruned, or never came here",
         where=called,
-        hint=phrase("{log} shows which snapshots have theirs", log=call("log")),
+        hint=phrase(
+            "{log} shows which snapshots have theirs; from a remote that has them: {fetch}",
+            log=call("log"),
+            fetch=call("fetch", "NAME", ancestors=True),
+        ),
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from mstore_cli.command import command
 from mstore_cli.exchange import rate_of, resumable, show_fetched, signed, signers_for
-from mstore_cli.options import JOBS, Jobs, LimitRate, Remote, RemoteRefs
+from mstore_cli.options import JOBS, Jobs, LimitRate, Option, Remote, RemoteRefs
 from mstore_cli.session import Session
 from mstore_cli.signers import SignersOption
 
@@ -18,6 +20,9 @@ def fetch(
     session: Session,
     name: Remote,
     refs: RemoteRefs = (),
+    ancestors: Annotated[
+        bool, Option("--ancestors", help="Also get contents of ancestors that the remote has.")
+    ] = False,
     signers: SignersOption = None,
     jobs: Jobs = JOBS,
     limit_rate: LimitRate = None,
@@ -34,6 +39,7 @@ def fetch(
         report = store.fetch(
             name,
             refs,
+            ancestors=ancestors,
             signers=signers_for(store, signers),
             jobs=jobs,
             limit_rate=rate_of(limit_rate),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.errors import UsageError
 from mstore_cli.exchange import rate_of, resumable, show_moved
 from mstore_cli.options import JOBS, Argument, Jobs, LimitRate, Option, Remote
 from mstore_cli.output import Screen
@@ -72,6 +73,12 @@ def push(
     the other commits with `mstore fetch`, or replace them with --force-with-lease. Tags do not
     move. An interrupted push goes on when it is run again.
     """
+    if delete and refs:
+        options = " ".join(f"--delete {one}" for one in (*delete, *refs))
+        raise UsageError(
+            "--delete takes one name each time, and goes without refs to push",
+            hint=f"mstore push {name} {options}",
+        )
     with session.open_to_exchange() as store, session.progress() as tick, resumable():
         report = store.push(
             name,

@@ -75,7 +75,7 @@ def _show(screen: Screen, report: RemoteGcReport) -> None:
         [
             ("snapshots", len(report.snapshots_dropped)),
             *((what, counted(count, "pack")) for what, count in packs),
-            ("leftovers", counted(report.leftover_objects, "object")),
+            ("outdated", f"{counted(report.leftover_objects, 'list')} and tables"),
             ("waiting", format_size(report.waiting_bytes)),
             ("dead", f"{format_size(report.dead_bytes)} in packs that stay"),
             ("time", format_seconds(report.seconds)),
