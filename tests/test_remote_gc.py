@@ -304,6 +304,17 @@ def test_a_dry_run_changes_nothing(place: Place) -> None:
     assert after == before
 
 
+def test_a_dry_run_joins_no_tables(place: Place) -> None:
+    """It counts the tables that a run would join, and puts nothing at the remote."""
+    for number in range(18):
+        place.add(f"m{number}", f"m{number}")
+        place.store.push("origin", [f"m{number}"])
+    before = place.objects("")
+    told = place.store.remote_gc("origin", reflog_days=0, grace_hours=0, dry_run=True)
+    assert told.tables_joined == 20
+    assert place.objects("") == before
+
+
 def test_nothing_is_dropped_where_something_is_missing(place: Place) -> None:
     """A remote that lacks what a ref needs is not collected."""
     place.store.push("origin", delete=["b"])

@@ -30,9 +30,8 @@ from mstore.blocks.reader import BlockReader, decoded, located, verify
 from mstore.remotes.layout import pack_name
 from mstore.remotes.needs import Needs
 from mstore.remotes.places import RemotePlaces
-from mstore.remotes.records import PackSpan, lacks, spans
+from mstore.remotes.records import PackSpan, lacks, read_span, spans
 from mstore.remotes.state import Remote, RemoteState
-from mstore.store import pack_list
 from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog
 from mstore.store.objects.canonical import decode
@@ -146,7 +145,10 @@ class Arrival:
         for key, at in lacking.items():
             by_pack[at.pack].append((key, at))
         rows = self._state.packs()
-        here = self._packs_here()
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            # Names that this store has, or is about to remove.
+            here = index.taken(transaction, by_pack)
         whole: list[PackId] = []
         ranged: list[PackId] = []
         for pack, entries in by_pack.items():
@@ -180,12 +182,6 @@ class Arrival:
         self.blocks = sum(key[0] == Kind.BLOCK for key in lacking)
         self.received = tick.done
 
-    def _packs_here(self) -> set[PackId]:
-        """Return the packs that this store has, or is about to remove: their names are taken."""
-        index = self._catalog.index
-        with index.env.read() as transaction:
-            return pack_list.known_packs(index, transaction)
-
     def _restated_keys(self) -> set[tuple[int, bytes]]:
         return {(int(Kind.BLOCK), id) for id in self._restate}
 
@@ -193,11 +189,7 @@ class Arrival:
         """Return what is needed and not here, with where the remote has it."""
         index = self._catalog.index
         lacking: dict[Key, Location] = {}
-        by_kind: dict[Kind, list[bytes]] = defaultdict(list)
-        for kind, id in self._needs.records:
-            by_kind[kind].append(id)
-        by_kind[Kind.BLOCK] = list(self._needs.blocks)
-        for kind, wanted in by_kind.items():
+        for kind, wanted in self._needs.by_kind().items():
             with index.env.read() as transaction:
                 ids = [id for id in wanted if index.row(transaction, (kind, id)) is None]
             # gc may remove what no ref names yet.
@@ -264,8 +256,7 @@ class Arrival:
 
     def _piece(self, one: _Coming, span: PackSpan) -> list[Key]:
         """Bring a part of a pack; return which blocks in it need no look any more."""
-        name = pack_name(one.pack)
-        [data] = self._remote.objects.read_each(name, [(span.start, span.end - span.start)])
+        data = read_span(self._remote, one.pack, span)
         view, most = memoryview(data), self._catalog.block_size
         sound = []
         for key, at in span.entries:
@@ -309,9 +300,7 @@ class Arrival:
         asked = [(pack, span) for pack, some in by_pack.items() for span in spans(some)]
 
         def bring(one: tuple[PackId, PackSpan]) -> Buffer:
-            pack, span = one
-            length = span.end - span.start
-            return self._remote.objects.read_each(pack_name(pack), [(span.start, length)])[0]
+            return read_span(self._remote, *one)
 
         try:
             brought = in_order(

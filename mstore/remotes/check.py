@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mstore.blocks.location import Key, Location
+from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, Kind
 from mstore.blocks.reader import decoded, verify
 from mstore.remotes.layout import PackRow, pack_name
 from mstore.remotes.needs import Needs, gather
 from mstore.remotes.objects import Absent
 from mstore.remotes.places import RemotePlaces
-from mstore.remotes.records import AllRecords, PackSpan, spans
+from mstore.remotes.records import AllRecords, PackSpan, placed, read_span, spans
 from mstore.remotes.state import Remote, RemoteState
 from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog
@@ -166,27 +166,12 @@ class RemoteCheck:
             except (Corrupt, Absent) as error:
                 self._tell(error.what, error.where or name, [name])
                 continue
-            for kind, id in self._missing(needs, places):
-                self._tell(f"this {kind.name.lower()} is in no pack", id.hex(), [name])
+            for (kind, id), at, _ in placed(needs, places):
+                if at is None:
+                    self._tell(f"this {kind.name.lower()} is in no pack", id.hex(), [name])
             all_needs.snapshots |= needs.snapshots
             all_needs.blocks |= needs.blocks
         return all_needs
-
-    @staticmethod
-    def _missing(needs: Needs, places: RemotePlaces) -> Iterator[Key]:
-        blocks = list(needs.blocks)
-        bases: set[bytes] = set()
-        for id, at in zip(blocks, places.locate(Kind.BLOCK, blocks), strict=True):
-            if at is None:
-                yield Kind.BLOCK, id
-            elif at.base != NO_BASE:
-                bases.add(at.base)
-        for base in sorted(bases):
-            if places.alone([base])[0] is None:
-                yield Kind.BLOCK, base
-        for kind, id in needs.records:
-            if places.locate(kind, [id])[0] is None:
-                yield kind, id
 
     # -- payloads ----------------------------------------------------------------------------
 
@@ -198,9 +183,8 @@ class RemoteCheck:
                 name = pack_name(row.pack)
                 entries = places.entries(row, self._catalog.block_size)
 
-                def bring(span: PackSpan, name: str = name) -> Buffer:
-                    length = span.end - span.start
-                    return self._remote.objects.read_each(name, [(span.start, length)])[0]
+                def bring(span: PackSpan, pack: PackId = row.pack) -> Buffer:
+                    return read_span(self._remote, pack, span)
 
                 some = spans(entries)
                 try:

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
 from msgspec.structs import replace
 
-from mstore.blocks.packs import NO_BASE, Kind
 from mstore.remotes.layout import (
     PackRow,
     PackState,
@@ -35,8 +34,9 @@ from mstore.remotes.layout import (
 from mstore.remotes.needs import Needs, gather
 from mstore.remotes.objects import Absent, Overtaken
 from mstore.remotes.places import RemotePlaces
-from mstore.remotes.records import AllRecords, lacks
+from mstore.remotes.records import AllRecords, lacks, placed
 from mstore.remotes.state import Changes, Remote, RemoteState
+from mstore.store.ahead import in_groups
 from mstore.store.catalog import Catalog
 from mstore.terms.errors import BadName
 from mstore.terms.ids import PackId, SnapshotId
@@ -103,7 +103,9 @@ class RemoteCollector:
             state = remote.state()
             # Before the root is replaced: what is put later is for a later root.
             objects = _Objects(remote)
+            remote.dry_run = False
             now = remote.clock_ns()
+            remote.dry_run = dry_run
             try:
                 decision = _Decision(self._catalog, remote, state, objects)
                 decision.decide(now, now - self._window_ns, now - self._grace_ns)
@@ -246,24 +248,12 @@ class _Decision:
 
     def _needed(self, needs: Needs) -> dict[PackId, int]:
         """Return the packs that are needed, and how many of their bytes. Raises Corrupt."""
-        by_kind: dict[Kind, list[bytes]] = defaultdict(list)
-        for kind, id in needs.records:
-            by_kind[kind].append(id)
-        by_kind[Kind.BLOCK] = list(needs.blocks)
         found: dict[PackId, int] = defaultdict(int)
-        bases: set[bytes] = set()
-        for kind, ids in by_kind.items():
-            for id, at in zip(ids, self._places.locate(kind, ids), strict=True):
-                if at is None:
-                    raise lacks(self._remote, kind, id)
-                found[at.pack] += at.stored_length
-                if at.base != NO_BASE:
-                    bases.add(at.base)
-        for base in bases:
-            [alone] = self._places.alone([base])
-            if alone is None:
-                raise lacks(self._remote, Kind.BLOCK, base)
-            found[alone.pack] += 0 if base in needs.blocks else alone.stored_length
+        for (kind, id), at, is_base in placed(needs, self._places):
+            if at is None:
+                raise lacks(self._remote, kind, id)
+            is_counted = is_base and id in needs.blocks
+            found[at.pack] += 0 if is_counted else at.stored_length
         return found
 
     def _packs(self, needed: dict[PackId, int], now: int, condemned_before: int) -> None:
@@ -314,10 +304,11 @@ class _Decision:
         if len(small) <= _FEW_TABLES:
             return
         self.joined = len(small)
-        for some in _batches(row for name in sorted(small) for row in by_table[name]):
+        rows_of = (row for name in sorted(small) for row in by_table[name])
+        for some in in_groups(rows_of, lambda row: row.length, _JOINED_BYTES):
             data = b"".join(self._table(row) for row in some)
             made, table = self.before.root.generation + 1, TableId.of(data)
-            self._remote.objects.put_bytes(table_name(made, table), data)
+            self._remote.put_bytes(table_name(made, table), data)
             offset = 0
             for row in some:
                 moved = replace(row, made=made, table=bytes(table), offset=offset)
@@ -327,19 +318,6 @@ class _Decision:
     def _table(self, row: PackRow) -> bytes:
         [data] = self._remote.objects.read_each(row.table_name, [(row.offset, row.length)])
         return bytes(data)
-
-
-def _batches(rows: Iterable[PackRow]) -> Iterator[list[PackRow]]:
-    some: list[PackRow] = []
-    size = 0
-    for row in rows:
-        some.append(row)
-        size += row.length
-        if size >= _JOINED_BYTES:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
 
 
 def _made(name: str) -> int:

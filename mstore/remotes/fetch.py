@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from mstore import fs
@@ -22,7 +22,7 @@ from mstore.blocks.packs import Kind
 from mstore.blocks.schema import NOTES, PLANS, PRUNED
 from mstore.remotes.arrival import Arrival, Incoming
 from mstore.remotes.layout import NoteRow
-from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor
+from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor, whole
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.records import RemoteRecords
 from mstore.remotes.state import Remote, RemoteState
@@ -225,7 +225,8 @@ class Fetch:
         with Transaction(self._catalog, f"fetch from {self._remote.name}") as transaction:
             needs = self.needs
             if isinstance(source, RemoteRecords):
-                needs = self.needs = gather(source, heads, self._is_whole(source, set(heads)))
+                taken = whole(source, heads, ancestors=self._with_contents)
+                needs = self.needs = gather(source, heads, taken)
                 transaction.rely_on(source.passed)
                 self._add_notes(source, needs, notes)
                 if self._catalog.config.require_signed:
@@ -262,13 +263,6 @@ class Fetch:
         fetched = [one for one, flag in zip(told, is_remote, strict=True) if flag]
         moved = [one for one, flag in zip(told, is_remote, strict=True) if not flag]
         return fetched, moved, diverged
-
-    def _is_whole(
-        self, source: RemoteRecords, heads: set[SnapshotId]
-    ) -> Callable[[SnapshotId], bool]:
-        if not self._with_contents:
-            return heads.__contains__
-        return lambda id: id in heads or source.has_contents(id)
 
     def _moves(
         self,

@@ -98,6 +98,21 @@ class Needs(msgspec.Struct):
     blocks: dict[bytes, None] = msgspec.field(default_factory=dict)
     notes: list[tuple[SnapshotId, NoteId]] = msgspec.field(default_factory=list)
 
+    def by_kind(self) -> dict[Kind, list[bytes]]:
+        """Return the ids of all records by their kinds, then those of the blocks."""
+        found: dict[Kind, list[bytes]] = {}
+        for kind, id in self.records:
+            found.setdefault(kind, []).append(id)
+        return {**found, Kind.BLOCK: list(self.blocks)}
+
+
+def whole(
+    source: RecordSource, heads: Collection[SnapshotId], *, ancestors: bool
+) -> Callable[[SnapshotId], bool]:
+    """Return which snapshots `gather` takes with contents: heads, and if asked for ancestors."""
+    named = set(heads)
+    return lambda id: id in named or (ancestors and source.has_contents(id))
+
 
 def gather(
     source: RecordSource, named: Iterable[SnapshotId], is_whole: Callable[[SnapshotId], bool]

@@ -13,6 +13,7 @@ from mstore.blocks.reader import RECORD_LIMIT, located
 from mstore.blocks.segments import Segments
 from mstore.remotes.layout import PackRow
 from mstore.remotes.state import Remote, RemoteState
+from mstore.store.ahead import in_groups
 from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import PackId
 
@@ -49,7 +50,8 @@ class RemotePlaces:
         for row in rows:
             by_table[row.table_name].append(row)
         for name, some in by_table.items():
-            for few in _batches(sorted(some, key=lambda row: row.offset)):
+            ordered = sorted(some, key=lambda row: row.offset)
+            for few in in_groups(ordered, lambda row: row.length, _MOST_READ):
                 spans = [(row.offset, row.length) for row in few]
                 for row, data in zip(few, self._remote.objects.read_each(name, spans), strict=True):
                     where = f"{self._remote.where}/{name}"
@@ -126,16 +128,3 @@ def require_possible(entry: PackEntry, row: PackRow, block_size: int, where: str
         is_possible = codec == Codec.RAW and stored == plain <= RECORD_LIMIT
     if not is_possible or entry.offset + stored > row.size:
         raise Corrupt(f"impossible entry {entry.id.hex()[:12]} of pack {row.pack}", where=where)
-
-
-def _batches(rows: Sequence[PackRow]) -> Iterator[list[PackRow]]:
-    some: list[PackRow] = []
-    size = 0
-    for row in rows:
-        if some and size + row.length > _MOST_READ:
-            yield some
-            some, size = [], 0
-        some.append(row)
-        size += row.length
-    if some:
-        yield some

@@ -23,7 +23,7 @@ import msgspec
 
 from mstore import fs
 from mstore.blocks.location import Key, Location
-from mstore.blocks.packs import NO_BASE, Kind, table_entries
+from mstore.blocks.packs import ENTRY, HEADER_BYTES, NO_BASE, Kind, table_entries
 from mstore.remotes import layout
 from mstore.remotes.layout import (
     MOST_MOVES,
@@ -38,7 +38,7 @@ from mstore.remotes.layout import (
     pack_name,
     table_name,
 )
-from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor
+from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor, whole
 from mstore.remotes.objects import MOST_JOBS, Absent, Overtaken, requests_to_put
 from mstore.remotes.outgoing import Outgoing, laid_out, pieces
 from mstore.remotes.places import RemotePlaces
@@ -147,7 +147,8 @@ class Push:
         self._remote.make_directory()
         named = [ref.snapshot_id() for ref in self._refs.values()]
         with _lease(self._catalog, self._remote), contents.held(self._catalog, named):
-            self.needs = gather(self._source, named, self._is_whole(set(named)))
+            wanted = whole(self._source, named, ancestors=self._with_contents)
+            self.needs = gather(self._source, named, wanted)
             state = self._state()
             self._take_up(state)
             for _ in self._remote.attempts():
@@ -182,11 +183,6 @@ class Push:
             generation=state.root.generation,
             seconds=time.monotonic() - began,
         )
-
-    def _is_whole(self, heads: set[SnapshotId]) -> Callable[[SnapshotId], bool]:
-        if not self._with_contents:
-            return heads.__contains__
-        return lambda id: id in heads or self._source.has_contents(id)
 
     # -- what is there -----------------------------------------------------------------------
 
@@ -376,11 +372,9 @@ class Push:
         # A base must be at the remote in a form that needs none itself.
         more = look(Kind.BLOCK, list(bases), as_bases=True)
         lacking.update(self._located(Kind.BLOCK, more))
-        by_kind: dict[Kind, list[bytes]] = {}
-        for kind, id in self.needs.records:
-            by_kind.setdefault(kind, []).append(id)
-        for kind, ids in by_kind.items():
-            lacking.update(self._located(kind, look(kind, ids)))
+        for kind, ids in self.needs.by_kind().items():
+            if kind != Kind.BLOCK:
+                lacking.update(self._located(kind, look(kind, ids)))
         order = list(laid_out(lacking.items()))
         total = sum(one.size for one in order)
         tick = ProgressCounter("push", total, self._progress)
@@ -491,7 +485,7 @@ class Push:
                         size=one.size,
                         state=PackState.LIVE,
                         time_ns=0,
-                        entries=len(table_entries(one.pack, one.table, "")),
+                        entries=(len(one.table) - HEADER_BYTES) // ENTRY.size,
                         made=made,
                         table=bytes(table),
                         offset=offset,

@@ -13,9 +13,9 @@ from typing import Final
 import msgspec
 
 from mstore.blocks.location import Key, Location
-from mstore.blocks.packs import Kind
+from mstore.blocks.packs import NO_BASE, Kind
 from mstore.remotes.layout import pack_name
-from mstore.remotes.needs import LocalRecords, R
+from mstore.remotes.needs import LocalRecords, Needs, R
 from mstore.remotes.objects import PIECE_BYTES
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.state import Remote, RemoteState
@@ -23,7 +23,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.objects.canonical import Record, decode
 from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.terms.errors import Corrupt, NotFound
-from mstore.terms.ids import NoteId, PackId, SnapshotId, TensorId
+from mstore.terms.ids import Buffer, NoteId, PackId, SnapshotId, TensorId
 from mstore.terms.phrases import call, phrase
 
 _GAP: Final = 64 << 10
@@ -53,6 +53,28 @@ def spans(entries: Iterable[tuple[Key, Location]], most: int = PIECE_BYTES) -> I
         end = max(stop, end) if len(some) > 1 else stop
     if some:
         yield PackSpan(start, end, tuple(some))
+
+
+def read_span(remote: Remote, pack: PackId, span: PackSpan) -> Buffer:
+    """Return the bytes of a part of a pack. Raises as `Objects.read_each`."""
+    [data] = remote.objects.read_each(pack_name(pack), [(span.start, span.end - span.start)])
+    return data
+
+
+def placed(needs: Needs, places: RemotePlaces) -> Iterator[tuple[Key, Location | None, bool]]:
+    """Yield each thing that is needed, where a remote has it, and whether that is as a base.
+
+    First all needs, as they lie; then what they are differences to, in a form that needs no base.
+    None for what the remote does not have.
+    """
+    bases: dict[bytes, None] = {}
+    for kind, ids in needs.by_kind().items():
+        for id, at in zip(ids, places.locate(kind, ids), strict=True):
+            yield (kind, id), at, False
+            if at is not None and at.base != NO_BASE:
+                bases[at.base] = None
+    for base, at in zip(bases, places.alone(list(bases)), strict=True):
+        yield (Kind.BLOCK, base), at, True
 
 
 class RemoteRecords:
@@ -108,7 +130,7 @@ class RemoteRecords:
     def _is_here(self, kind: Kind, ids: Sequence[bytes]) -> list[bool]:
         index = self._catalog.index
         with index.env.read() as transaction:
-            return [index.row(transaction, (kind, id)) is not None for id in ids]
+            return [index.row(transaction, (kind, bytes(id))) is not None for id in ids]
 
     def _checked(self, kind: type[Record], id: bytes, data: bytes, pack: PackId) -> Record:
         where = f"{self._remote.where}/{pack_name(pack)}"
@@ -145,11 +167,9 @@ class RemoteRecords:
         return row is not None and row.is_whole
 
     def passes(self, kind: Kind, ids: Sequence[bytes]) -> list[bool]:
-        index = self._catalog.index
         if kind != Kind.SNAPSHOT:
             # A stored tensor has all its blocks.
-            with index.env.read() as transaction:
-                found = [index.row(transaction, (kind, bytes(id))) is not None for id in ids]
+            found = self._is_here(kind, ids)
             self.passed.update(
                 (kind, bytes(id)) for id, is_here in zip(ids, found, strict=True) if is_here
             )

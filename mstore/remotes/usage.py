@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 from mstore.blocks.location import Key
-from mstore.blocks.packs import NO_BASE, Kind
 from mstore.remotes.layout import PackState
 from mstore.remotes.needs import Needs, gather
 from mstore.remotes.places import RemotePlaces
-from mstore.remotes.records import AllRecords, lacks
+from mstore.remotes.records import AllRecords, lacks, placed
 from mstore.remotes.state import Remote, RemoteState
 from mstore.store.catalog import Catalog
 from mstore.terms.ids import SnapshotId
@@ -83,21 +82,9 @@ def _usage(catalog: Catalog, remote: Remote, state: RemoteState) -> RemoteUsageR
 
 def _lengths(needs: Needs, remote: Remote, places: RemotePlaces) -> dict[Key, int]:
     """Return the bytes at rest of each thing that is needed, and of bases."""
-    by_kind: dict[Kind, list[bytes]] = defaultdict(list)
-    for kind, id in needs.records:
-        by_kind[kind].append(id)
-    by_kind[Kind.BLOCK] = list(needs.blocks)
     lengths: dict[Key, int] = {}
-    bases: set[bytes] = set()
-    for kind, ids in by_kind.items():
-        for id, at in zip(ids, places.locate(kind, ids), strict=True):
-            if at is None:
-                raise lacks(remote, kind, id)
-            lengths[kind, id] = at.stored_length
-            if at.base != NO_BASE:
-                bases.add(at.base)
-    for base in bases:
-        [alone] = places.alone([base])
-        if alone is not None:
-            lengths.setdefault((Kind.BLOCK, base), alone.stored_length)
+    for (kind, id), at, _ in placed(needs, places):
+        if at is None:
+            raise lacks(remote, kind, id)
+        lengths.setdefault((kind, id), at.stored_length)
     return lengths
