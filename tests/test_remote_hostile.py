@@ -38,12 +38,18 @@ class Hostile:
         a = place.store("a")
         place.add(a, "x", 1)
         place.add(a, "x", 1, 1, base="x")
+        place.add(a, "z", 1, 3, base="x")
         a.note("x", {"k": 1})
         a.push(REMOTE, every=True)
         place.add(a, "y", 2)
         a.tag("v1", "y")
         a.push(REMOTE, every=True)
-        self.wanted = {"x": model_files(1, 1), "y": model_files(2), "v1": model_files(2)}
+        self.wanted = {
+            "z": model_files(1, 3),
+            "x": model_files(1, 1),
+            "y": model_files(2),
+            "v1": model_files(2),
+        }
         place.add(a, "x", 1, 2, base="x")
         a.close()
         place.store("b").close()

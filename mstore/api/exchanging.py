@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mstore.remotes.push import PushReport
     from mstore.remotes.registry import RemoteContents, RemoteReport
     from mstore.remotes.state import Remote
+    from mstore.remotes.statistics import OutgoingStatistics
     from mstore.remotes.store_remote import StoreRemote
     from mstore.remotes.usage import RemoteUsageReport
     from mstore.terms.report import ProgressCallback
@@ -162,6 +163,8 @@ class Exchanging(OpenStore):
         """Send what refs need to a remote, then move its refs of the same names, all in one step.
 
         What the remote has is not sent again.  If the call is interrupted, the same call goes on.
+        Statistics go along, so that whoever fetches can plan merges without reading weights; for
+        these, the trim thresholds at densities of 0.1 to 0.9 are found first, once for a model.
 
         refs: branches and tags, or patterns of them. every: all of them.
         ancestors: also send the contents of all ancestors; otherwise only their records.
@@ -187,6 +190,7 @@ class Exchanging(OpenStore):
                 delete=delete,
                 contents_of_ancestors=ancestors,
                 force_with_lease=force_with_lease,
+                outgoing=self._outgoing(progress),
                 jobs=job_count(jobs),
                 progress=progress,
             ).run(dry_run=dry_run)
@@ -262,8 +266,8 @@ class Exchanging(OpenStore):
         """Write what refs need into a new file, for one person: `Store.clone("bundle:FILE", DIR)`.
 
         The file is a remote that is only read: `add_remote(NAME, "bundle:FILE")` and `fetch` work,
-        too. It has the refs' contents, the records of their ancestors, notes and signatures. It
-        has no reflogs, settings or statistics.
+        too. It has the refs' contents, their statistics, the records of their ancestors, notes and
+        signatures. It has no reflogs and no settings.
 
         refs: branches and tags, or patterns of them.
 
@@ -272,7 +276,13 @@ class Exchanging(OpenStore):
         """
         from mstore.remotes.bundling import write_bundle
 
-        return write_bundle(self._catalog, local_path(path), refs, progress=progress)
+        return write_bundle(
+            self._catalog,
+            local_path(path),
+            refs,
+            statistics=self._outgoing(progress),
+            progress=progress,
+        )
 
     def copy_to(
         self,
@@ -364,6 +374,13 @@ class Exchanging(OpenStore):
             self._catalog, name, self.trusted_endpoints, limit_rate, token=self.token
         )
 
+    def _outgoing(self, progress: ProgressCallback | None) -> OutgoingStatistics:
+        from mstore.remotes.statistics import OutgoingStatistics
+
+        return OutgoingStatistics(
+            self._catalog, self._statistics, threads=thread_count(None), progress=progress
+        )
+
     def _fetched(
         self,
         name: str,
@@ -386,6 +403,7 @@ class Exchanging(OpenStore):
                 pulls=pulls,
                 contents_of_ancestors=ancestors,
                 signers=signers,
+                statistics=self._statistics,
                 jobs=job_count(jobs),
                 progress=progress,
             ).run()

@@ -9,6 +9,7 @@ from pathlib import Path
 from mstore.remotes.bundle import NewBundle
 from mstore.remotes.push import Push
 from mstore.remotes.state import Remote
+from mstore.remotes.statistics import OutgoingStatistics
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
 from mstore.terms.errors import BadRequest
@@ -43,6 +44,7 @@ def write_bundle(
     path: Path,
     names: Sequence[str],
     *,
+    statistics: OutgoingStatistics,
     progress: ProgressCallback | None,
 ) -> BundleReport:
     """Write what these refs need into a new file; see `Store.bundle`."""
@@ -59,6 +61,7 @@ def write_bundle(
                 Remote(_NAME, target, lease.directory),
                 names,
                 tracks=False,
+                outgoing=statistics,
                 jobs=1,
                 progress=progress,
             )

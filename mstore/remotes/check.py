@@ -1,6 +1,7 @@
 """fsck of a remote: does it have what its refs need, whole?
 
     root, lists, tables   match their names
+    statistics            are there, with their sizes; match their names, if they are read
     packs                 are there, with their sizes
     what refs need        has a place in a pack; so has the base of each difference
     payloads              match their ids, if they are read
@@ -19,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, Kind
 from mstore.blocks.reader import decoded, verify
-from mstore.remotes.layout import PackRow, pack_name
+from mstore.remotes import statistics
+from mstore.remotes.layout import LISTS, PackRow, pack_name
 from mstore.remotes.needs import Needs, gather
 from mstore.remotes.objects import Absent
 from mstore.remotes.places import RemotePlaces
@@ -107,11 +109,12 @@ class RemoteCheck:
         return report
 
     def _checked(self, state: RemoteState, *, read_data: bool, began: float) -> RemoteCheckReport:
-        for kind in ("refs", "snapshots", "packs", "notes"):
+        for kind in LISTS:
             state.rows(kind)
         places = RemotePlaces(self._remote, state)
         there = self._packs(state)
         needs = self._needs(state, places)
+        self._statistics(state, read_data=read_data)
         if read_data:
             self._payloads(state, places, there)
         problems = tuple(
@@ -150,6 +153,22 @@ class RemoteCheck:
             else:
                 whole.append(row)
         return whole
+
+    def _statistics(self, state: RemoteState, *, read_data: bool) -> None:
+        sizes = {one.name: one.size for one in self._remote.objects.names("stats/")}
+        for row in state.rows("statistics").values():
+            size = sizes.get(row.name)
+            if size is None:
+                self._tell("there is no such object", row.name)
+            elif size != row.size:
+                self._tell(f"the statistics have {size} bytes, not {row.size}", row.name)
+            elif read_data:
+                try:
+                    [data] = self._remote.objects.read_each(row.name, [(0, size)])
+                    statistics.decode(row, bytes(data), row.name)
+                    self._read += size
+                except (Corrupt, Absent) as error:
+                    self._tell(error.what, row.name)
 
     def _needs(self, state: RemoteState, places: RemotePlaces) -> Needs:
         """Walk down from each ref; what one lacks is told with its name."""

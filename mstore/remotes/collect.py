@@ -8,10 +8,10 @@ it has been condemned for the time of grace, another swap says `deleting`; only 
 removed. A name that was ever `deleting` never comes back: whoever needs what was in it puts it
 into a new pack. So there are no locks, and only the remote's clock counts.
 
-A list or table that no root names is garbage if it was made for a generation that is over: who made
-it was overtaken, and puts another. Packs that no root names, of pushes that did not end, get a row
-first, and then go as the others. Who reads an old root meanwhile may miss an object; it reads the
-root again.
+A list, table or object of statistics that no root names is garbage if it was made for a generation
+that is over: who made it was overtaken, and puts another. Packs that no root names, of pushes that
+did not end, get a row first, and then go as the others. Who reads an old root meanwhile may miss an
+object; it reads the root again.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ class _Objects:
 
     def __init__(self, remote: Remote) -> None:
         self._lists = {one.name for one in remote.objects.names("lists/")}
-        self._tables = {one.name for one in remote.objects.names("tables/")}
+        self._others = {
+            one.name for below in ("tables/", "stats/") for one in remote.objects.names(below)
+        }
         self.packs = {
             pack: one.size
             for one in remote.objects.names("packs/")
@@ -180,12 +182,13 @@ class _Objects:
         }
 
     def leftovers(self, state: RemoteState) -> list[str]:
-        """Return lists and tables that this root does not name, and no later one will."""
+        """Return what packs are not, that this root does not name, and no later one will."""
         named = {one.name for one in state.root.lists}
         named |= {row.table_name for row in state.packs().values() if row.length}
+        named |= {row.name for row in state.rows("statistics").values()}
         return sorted(
             name
-            for name in self._lists | self._tables
+            for name in self._lists | self._others
             if name not in named and _made(name) <= state.root.generation
         )
 
@@ -245,6 +248,9 @@ class _Decision:
         for key, row in self.before.rows("notes").items():
             if row.snapshot not in needs.snapshots:
                 self.changes.rows["notes"][key] = None
+        for key in self.before.rows("statistics"):
+            if key not in needs.whole:
+                self.changes.rows["statistics"][key] = None
 
     def _needed(self, needs: Needs) -> dict[PackId, int]:
         """Return the packs that are needed, and how many of their bytes. Raises Corrupt."""

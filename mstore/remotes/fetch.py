@@ -20,12 +20,14 @@ from mstore import fs
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import NOTES, PLANS, PRUNED
+from mstore.models.stats.store import StatsStore
 from mstore.remotes.arrival import Arrival, Incoming
 from mstore.remotes.layout import NoteRow
 from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor, whole
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.records import RemoteRecords
 from mstore.remotes.state import Remote, RemoteState
+from mstore.remotes.statistics import IncomingStatistics
 from mstore.remotes.tracking import MovedRef, moved_ref, remote_moves
 from mstore.snapshots.notes import BAD_SIGNATURE, GOOD_SIGNATURE, SignatureReport
 from mstore.store import layout as layouts
@@ -93,7 +95,7 @@ class Fetch:
     """One fetch, or one pull.
 
     tracks: whether refs below remotes/ say what is there. signers: names of trusted public keys.
-    only_records: new snapshots whose contents did not come.
+    only_records: new snapshots whose contents did not come. statistics: takes those of the remote.
     """
 
     def __init__(
@@ -106,9 +108,11 @@ class Fetch:
         tracks: bool = True,
         contents_of_ancestors: bool = False,
         signers: Mapping[bytes, str] | None = None,
+        statistics: StatsStore | None = None,
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
+        self._statistics = statistics
         self.only_records: list[SnapshotId] = []
         self._catalog = catalog
         self._remote = remote
@@ -151,6 +155,7 @@ class Fetch:
                 hint=call("clone", self._remote.where, "DIRECTORY"),
             )
         wanted = self._wanted(state)
+        self._take_statistics(state, wanted)
         fetched, moved, diverged = self._bring(state, wanted, incoming)
         self._remote.remember(state)
         # Another fetch of only some refs may go on with what it left.
@@ -206,6 +211,15 @@ class Fetch:
         }
         return {name: there[name] for name in chosen} | gone
 
+    def _take_statistics(
+        self, state: RemoteState, wanted: dict[str, tuple[str, SnapshotId | None]]
+    ) -> None:
+        """Take the statistics of what refs name, but where only signed things are believed."""
+        if self._statistics is not None and not self._catalog.config.require_signed:
+            incoming = IncomingStatistics(self._remote, self._statistics)
+            incoming.take(state, (id for _, id in wanted.values() if id is not None))
+            self._received += incoming.received
+
     def _bring(
         self,
         state: RemoteState,
@@ -245,7 +259,7 @@ class Fetch:
                 )
                 arrival.run()
                 self._blocks = arrival.blocks
-                self._received = arrival.received + source.received
+                self._received += arrival.received + source.received
             moves, diverged = self._moves(source, wanted)
             if not (transaction.has_news or moves or needs.snapshots or needs.notes):
                 return [], [], diverged

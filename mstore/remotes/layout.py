@@ -3,12 +3,14 @@
     mstore-remote        the root: JSON, at most 64 KiB; the one object that is replaced
     lists/<made>-<id>    a list: at most 4096 rows of one kind, sorted; see `LISTS`
     tables/<made>-<id>   header and footer tables of packs, one after the other
+    stats/<made>-<id>    statistics of one snapshot's weights (`remotes.statistics`)
     packs/ab/<id>.pack   a pack, as in any store
     probe/...            what a client tries; may be removed at any time
 
-docs/format-remote.md describes the bytes. A list or table is named by its bytes, a pack by its
-table: so whoever trusts a root can prove all that it leads to. <made> is the generation of the root
-that a list or table is made for: if that root does not name it, no later one will.
+docs/format-remote.md describes the bytes. A list, table or object of statistics is named by its
+bytes, a pack by its table: so whoever trusts a root can prove all that it leads to. <made> is the
+generation of the root that such an object is made for: if that root does not name it, no later one
+will.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ MOST_MOVES: Final = 256
 MOST_TABLE_BYTES: Final = 256 << 20
 """Longest table of a pack that is read."""
 
+MOST_STATISTICS_BYTES: Final = 256 << 20
+"""Longest object of statistics."""
+
 IdBytes = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -53,6 +58,13 @@ class TableId(Id):
 
     __slots__ = ()
     context = "mstore 1 remote tables"
+
+
+class StatisticsId(Id):
+    """Names an object of statistics by its bytes."""
+
+    __slots__ = ()
+    context = "mstore 1 remote statistics"
 
 
 class PackState(IntEnum):
@@ -170,11 +182,30 @@ class NoteRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         return SnapshotId(self.snapshot)
 
 
+class StatisticsRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Statistics of the weights of a snapshot: the object that has them, and its bytes."""
+
+    snapshot: IdBytes
+    made: Number
+    statistics: IdBytes
+    size: Annotated[int, msgspec.Meta(ge=1, le=MOST_STATISTICS_BYTES)]
+
+    @property
+    def key(self) -> bytes:
+        return self.snapshot
+
+    @property
+    def name(self) -> str:
+        """Its object."""
+        return f"stats/{self.made:016x}-{self.statistics.hex()}"
+
+
 LISTS: Final[Mapping[str, type[Any]]] = {
     "refs": RefRow,
     "snapshots": SnapshotRow,
     "packs": PackRow,
     "notes": NoteRow,
+    "statistics": StatisticsRow,
 }
 """The kinds of lists, and their rows."""
 _DECODERS: Final[Mapping[str, msgspec.msgpack.Decoder[tuple[str, list[Any]]]]] = {

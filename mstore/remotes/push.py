@@ -24,7 +24,7 @@ import msgspec
 from mstore import fs
 from mstore.blocks.location import Key, Location
 from mstore.blocks.packs import ENTRY, HEADER_BYTES, NO_BASE, Kind, table_entries
-from mstore.remotes import layout
+from mstore.remotes import layout, statistics
 from mstore.remotes.layout import (
     MOST_MOVES,
     NoteRow,
@@ -34,6 +34,8 @@ from mstore.remotes.layout import (
     RemoteMove,
     RemoteRoot,
     SnapshotRow,
+    StatisticsId,
+    StatisticsRow,
     TableId,
     pack_name,
     table_name,
@@ -104,6 +106,7 @@ class Push:
     """One push.
 
     needs: what the refs need. tracks: whether refs below remotes/ say what is there afterwards.
+    outgoing: statistics that go along.
     """
 
     def __init__(
@@ -116,10 +119,12 @@ class Push:
         contents_of_ancestors: bool = False,
         force_with_lease: bool = False,
         tracks: bool = True,
+        outgoing: statistics.OutgoingStatistics | None = None,
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
         self._catalog = catalog
+        self._statistics = outgoing
         self._remote = remote
         self._delete = delete
         self._force = force_with_lease
@@ -167,6 +172,7 @@ class Push:
                     state = self._remote.state()
         if not dry_run:
             self._remote.remember(state)
+            statistics.know(self._remote, state, list(changes.rows["statistics"].values()))
             self._forget_sent()
             if self._tracks and may_write(self._catalog):
                 self._follow()
@@ -273,6 +279,7 @@ class Push:
         self._drop_without_base(places)
         used = self._used = self._send(places)
         self._rows(state, changes, used)
+        self._put_statistics(state, changes, used, places)
         return moved, changes
 
     def _stamp(self, changes: Changes) -> None:
@@ -497,6 +504,33 @@ class Push:
             row = rows.get(pack)
             if row is not None and row.is_known and row.state == PackState.CONDEMNED:
                 changes.put("packs", msgspec.structs.replace(row, state=PackState.LIVE, time_ns=0))
+
+    def _put_statistics(
+        self,
+        state: RemoteState,
+        changes: Changes,
+        used: dict[Key, PackId],
+        places: RemotePlaces,
+    ) -> None:
+        """Put statistics of the snapshots that go with contents, where the remote has none."""
+        known = state.rows("statistics")
+        lacking = [id for id in self.needs.snapshots if id in self.needs.whole - known.keys()]
+        if self._statistics is None or not lacking:
+            return
+
+        def are_there(tensors: Sequence[bytes]) -> list[bool]:
+            found = places.locate(Kind.TENSOR, tensors)
+            return [
+                at is not None or (Kind.TENSOR, id) in used
+                for id, at in zip(tensors, found, strict=True)
+            ]
+
+        made = state.root.generation + 1
+        there = self._statistics.of(lacking, are_there, finds=not self._remote.dry_run)
+        for id, data in there.items():
+            row = StatisticsRow(bytes(id), made, bytes(StatisticsId.of(data)), len(data))
+            self._remote.put_bytes(row.name, data)
+            changes.put("statistics", row)
 
     # -- afterwards --------------------------------------------------------------------------
 

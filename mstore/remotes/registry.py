@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mstore import fs
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.models.stats.store import StatsStore
 from mstore.remotes import address
 from mstore.remotes.fetch import Fetch
 from mstore.remotes.layout import read_root
@@ -269,7 +270,16 @@ def clone(
             try:
                 catalog.set_remotes((config,))
                 remote = Remote(ORIGIN, objects, _directory(catalog, ORIGIN))
-                report = Fetch(catalog, remote, (), pulls=True, jobs=jobs, progress=progress).run()
+                with closing(StatsStore(catalog.layout.stats)) as statistics:
+                    report = Fetch(
+                        catalog,
+                        remote,
+                        (),
+                        pulls=True,
+                        statistics=statistics,
+                        jobs=jobs,
+                        progress=progress,
+                    ).run()
             except BaseException:
                 fs.remove_tree(catalog.layout.root)
                 raise

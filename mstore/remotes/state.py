@@ -7,6 +7,7 @@ Owns what this store keeps of a remote, in `remotes/NAME/`, all of which can be 
     places/     where entries lie in the remote's packs (`mstore.blocks.segments`)
     sent/       tables of packs that were put, and that no root names yet; the next push that ends
                 forgets them
+    statistics  ids of the objects of statistics that this store has taken, or put itself
     incoming/   packs that came whole, and are not published yet; the next fetch uses or removes
                 them
     fetch.lock  held by a fetch

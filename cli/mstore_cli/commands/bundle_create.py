@@ -39,8 +39,8 @@ def bundle_create(
     `mstore remote add NAME bundle:FILE`. It is a zip that is not compressed: models are in it as
     they lie in the store.
 
-    The file has what the refs need, with notes and signatures. Of ancestors it has only records; to
-    add their contents, name a ref of theirs, too. It has no reflogs, settings and statistics.
+    The file has what the refs need, with statistics, notes and signatures. Of ancestors it has only
+    records; to add their contents, name a ref of theirs, too. It has no reflogs and no settings.
     """
     with session.open() as store, session.progress() as tick:
         report = store.bundle(file, refs, progress=tick)

@@ -321,7 +321,7 @@ class DeltaStatistics:
                 )
             return DeltaSummary(None, ())
         rows = coarsen(table.rows, chunk // table.chunk_elements)
-        histogram = _without_nan(table.histogram) if ranks else table.histogram
+        histogram = without_nan(table.histogram) if ranks else table.histogram
         thresholds = tuple(
             select(histogram, rank, table.elements) if rank else KEEPS_NONE for rank in ranks
         )
@@ -332,7 +332,7 @@ class DeltaStatistics:
         return DeltaSummary(rows, thresholds, squares[0] - squares[1])
 
 
-def _without_nan(histogram: Histogram) -> Histogram:
+def without_nan(histogram: Histogram) -> Histogram:
     """Drop NaNs: a NaN exceeds no threshold, so it is never kept and uses up no quota."""
     if not len(histogram.bins) or histogram.bins[-1] < NAN_BIN:
         return histogram

@@ -35,7 +35,8 @@ from mstore.terms.ids import TensorId
 LOW_VALUES = 1 << 16
 # Few chunks at a time: the quota may end in any of them, and chunks after it are read for nothing.
 _AHEAD = 8
-_ALL_KEPT = np.zeros(0, dtype=np.int64)
+ALL_KEPT = np.zeros(0, dtype=np.int64)
+"""Tie counts of a threshold that keeps all its ties."""
 
 States = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -146,9 +147,9 @@ class Thresholds:
         """Return the threshold of the whole expert; None if it needs a forbidden read."""
         if not rank:
             return TrimThreshold(found.value, 0)
-        if found.exact:
-            on_edge = found.in_bin - found.inexact
-            return TrimThreshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
+        exact = of_histogram(found)
+        if exact is not None:
+            return exact
         known = self._statistics.threshold(*expert.pair, rank)
         if known is not None:
             return TrimThreshold(*known)
@@ -174,7 +175,7 @@ class Thresholds:
         value, quota = histogram.select_exact(found, low)
         self._statistics.put_threshold(*expert.pair, rank, value, quota)
         if low[int(np.float32(value).view(np.uint32)) % LOW_VALUES] == quota:
-            self._statistics.put_ties(*expert.pair, rank, chunk, _ALL_KEPT)
+            self._statistics.put_ties(*expert.pair, rank, chunk, ALL_KEPT)
         return TrimThreshold(value, quota)
 
     def _count_ties(
@@ -201,7 +202,7 @@ class Thresholds:
                 total += found
                 if total > cut.quota or (bounded and total == cut.quota):
                     return ties[: number + 1]
-        return _ALL_KEPT
+        return ALL_KEPT
 
     def _reader(
         self, tensor: SurveyedTensor, expert: ExpertTensor
@@ -215,6 +216,14 @@ class Thresholds:
             data(number),
             min(chunk, tensor.elements - number * chunk),
         )
+
+
+def of_histogram(found: histogram.Threshold) -> TrimThreshold | None:
+    """Return the threshold of a whole expert where its histogram shows it exactly."""
+    if not found.exact:
+        return None
+    on_edge = found.in_bin - found.inexact
+    return TrimThreshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
 
 
 def _fit(ties: Ints, quota: int, chunks: int) -> bool:

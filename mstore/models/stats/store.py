@@ -8,11 +8,13 @@ large.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -109,6 +111,14 @@ TABLES: Final[tuple[Table[Any, Any], ...]] = tuple(
     one for one in list(globals().values()) if isinstance(one, Table)
 )
 DATABASES: Final = tuple(table.name for table in TABLES)
+
+
+class StatsRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A row as it goes to another store: the table's name, and the encoded key and value."""
+
+    table: str
+    key: bytes
+    value: bytes
 
 
 class StatsStore(DisposableTables):
@@ -275,6 +285,67 @@ class StatsStore(DisposableTables):
         """Add such counts: int64[chunks], up to the chunk where the quota ends."""
         self._add(TIES, (base, expert, keep, chunk), counts)
 
+    # -- elsewhere ---------------------------------------------------------------------------
+
+    def bases_of(self, experts: Collection[bytes]) -> dict[TensorId, list[TensorId]]:
+        """Return the bases against which tensors were measured, by the measured tensor."""
+        self.flush()
+        found: dict[TensorId, list[TensorId]] = {}
+        env = self._open(create=False)
+        if env is None:
+            return found
+        with env.read() as transaction, transaction.cursor(db=env.databases[PAIRS.name]) as cursor:
+            for key in cursor.iternext(values=False):
+                if key[ID_BYTES:] in experts:
+                    base, expert = PAIRS.key.decode(key)
+                    found.setdefault(expert, []).append(base)
+        return found
+
+    def about(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> Iterator[StatsRow]:
+        """Yield what is known of these pairs and their tensors, but for what tables show."""
+        self.flush()
+        for pair, value in zip(pairs, self.encoded_pairs(pairs), strict=True):
+            if value is not None:
+                yield StatsRow(PAIRS.name, PAIRS.key.encode(pair), value)
+        env = self._open(create=False)
+        if env is None:
+            return
+        tensors = dict.fromkeys(id for pair in pairs for id in pair)
+        begins: dict[Table[Any, Any], list[bytes]] = {
+            **{table: list(tensors) for table in (SQUARES, SUMS)},
+            **{table: list(map(PAIRS.key.encode, pairs)) for table in (FACTS, THRESHOLDS, TIES)},
+        }
+        with env.read() as transaction:
+            for table, beginnings in begins.items():
+                with transaction.cursor(db=env.databases[table.name]) as cursor:
+                    for begin in beginnings:
+                        for key, row in _beginning(cursor, begin):
+                            value = table.found(key, row)
+                            if value is not None:
+                                yield StatsRow(table.name, key, table.value.encode(value))
+
+    def take(self, rows: Iterable[StatsRow]) -> None:
+        """Add what another store knows, where this one knows nothing.
+
+        Raises Corrupt for a row of another form.
+        """
+        by_name = {table.name: table for table in TABLES if table is not BATCHES}
+        wanted: dict[Table[Any, Any], dict[bytes, bytes]] = {}
+        for row in rows:
+            table = by_name.get(row.table)
+            if table is None or not _is_possible(table, row):
+                raise Corrupt(f"statistics have a row of {row.table[:20]!r} that cannot be")
+            wanted.setdefault(table, {})[row.key] = row.value
+        for table, some in wanted.items():
+            keys = list(some)
+            if table is PAIRS:
+                there = self.encoded_pairs([PAIRS.key.decode(key) for key in keys])
+            else:
+                there = self._found(table, keys)
+            new = [key for key, value in zip(keys, there, strict=True) if value is None]
+            self._put(table, [(key, some[key]) for key in new])
+        self.flush()
+
     def tidy(self, stored: Callable[[Sequence[bytes]], list[bool]]) -> None:
         """Drop entries of tensors that are not stored, and empty batches."""
         env = self._open(create=False)
@@ -293,6 +364,23 @@ class StatsStore(DisposableTables):
                 unused = [key for key in cursor.iternext(values=False) if key not in used]
             for key in unused:
                 transaction.delete(key, db=tables)
+
+
+def _is_possible(table: Table[Any, Any], row: StatsRow) -> bool:
+    try:
+        key = table.key.decode(row.key)
+        value = table.value.decode(row.value) if table is not PAIRS else readable(row.value)
+        return table.key.encode(key) == row.key and value is not None
+    except (ValueError, struct.error):
+        return False
+
+
+def _beginning(cursor: Any, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the rows whose keys begin so."""
+    is_there = cursor.set_range(begin)
+    while is_there and cursor.key().startswith(begin):
+        yield cursor.item()
+        is_there = cursor.next()
 
 
 def _gone(

@@ -19,6 +19,7 @@ from mstore.remotes.layout import (
     RefRow,
     RemoteMove,
     SnapshotRow,
+    StatisticsRow,
     decode_list,
     encode_list,
 )
@@ -62,5 +63,6 @@ def seeds() -> Iterable[bytes]:
         ("snapshots", snapshots),
         ("packs", packs),
         ("notes", [NoteRow(A, B, C)]),
+        ("statistics", [StatisticsRow(A, 3, B, 512)]),
     ):
         yield encode_list(kind, rows)[1]
