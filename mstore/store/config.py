@@ -10,6 +10,7 @@
     url = "s3://bucket/models"
     endpoint = ""        the server, where the provider's own is not meant
     region = ""
+    addressing_style = ""    path or virtual: where requests name the bucket, at S3
 
 Owns the keys, their allowed values, and the file. Missing keys have their default; so have all keys
 if there is no file. A key or value that this version does not know is an error: no setting is
@@ -50,12 +51,14 @@ class RemoteConfig(msgspec.Struct, frozen=True):
     url: str
     endpoint: str = ""
     region: str = ""
+    addressing_style: str = ""
 
     def text(self) -> str:
         """Return its table in the file."""
-        given = {"url": self.url, "endpoint": self.endpoint, "region": self.region}
+        given = msgspec.structs.asdict(self)
+        name = given.pop("name")
         lines = [f"{key} = {json.dumps(value)}\n" for key, value in given.items() if value]
-        return f"\n[remote.{json.dumps(self.name)}]\n" + "".join(lines)
+        return f"\n[remote.{json.dumps(name)}]\n" + "".join(lines)
 
 
 class Config(msgspec.Struct, frozen=True):
