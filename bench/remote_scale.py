@@ -47,7 +47,7 @@ REFS = 1_000
 PUSH_PACKS = 100
 """Packs whose tables lie in one object."""
 BLOCK = 1 << 16
-STORED = 1 << 18
+STORED = BLOCK
 ENTRY = np.dtype(
     {
         "names": ["id", "base", "offset", "stored", "raw", "kind", "codec", "width"],
@@ -69,7 +69,7 @@ def table(draw: np.random.Generator) -> bytes:
     ids = np.frombuffer(draw.bytes(PACK_BLOCKS * ID_BYTES), f"S{ID_BYTES}")
     rows["id"] = np.sort(ids).view("V32")
     rows["offset"] = PAGE + np.arange(PACK_BLOCKS) * STORED
-    rows["stored"], rows["raw"] = STORED, BLOCK * 4
+    rows["stored"], rows["raw"] = STORED, BLOCK
     rows["kind"], rows["codec"], rows["width"] = Kind.BLOCK, Codec.RAW, 2
     return header(draw.bytes(NONCE_BYTES)) + rows.tobytes()
 
