@@ -27,8 +27,8 @@ from mstore import Store
 from mstore.remotes import bucket
 from mstore.terms.errors import Conflict, MstoreError, NotFound
 
-PARTS = 4
-"""Of the requests of a command, a test does every fourth."""
+PARTS = 8
+"""Of the requests of a command, a test does every eighth."""
 LASTING = [Fault.LOST, Fault.RESET, Fault.UNAVAILABLE]
 """Faults that all later requests may meet as well: the server is gone, or answers are lost."""
 PATIENCE = 200.0
@@ -206,7 +206,7 @@ def test_a_command_without_faults_puts_each_object_once(place: Place, command: s
         assert not puts
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(120)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("fault", Fault)
 @pytest.mark.parametrize("command", COMMANDS)
@@ -231,7 +231,7 @@ def test_a_fault_of_any_request(
         laid.close()
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("fault", LASTING)
 @pytest.mark.parametrize("command", COMMANDS)
@@ -282,7 +282,7 @@ def rival_of(laid: Laid) -> Iterator[Callable[[str, tuple[int, int]], MstoreErro
         direct.close()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("branch", ["more", "tuned"])
 @pytest.mark.parametrize("is_stale", [False, True], ids=["fresh", "stale"])
@@ -320,7 +320,7 @@ def test_another_push_before_any_request(
         laid.close()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("command", ["second", "fetch", "pull"])
 @pytest.mark.usefixtures("soon")
