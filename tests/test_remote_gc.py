@@ -126,6 +126,15 @@ def test_grace_is_by_the_remotes_clock(place: Place) -> None:
     assert place.states() == [PackState.LIVE, PackState.CONDEMNED]
 
 
+def test_a_clock_that_stands_still(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without days of the reflog, a move of this very moment keeps nothing: many places count
+    seconds."""
+    monkeypatch.setattr(SharedDirectory, "time_ns", lambda *_: 10**18)
+    place.store.push("origin", delete=["b"])
+    assert place.gc().packs_condemned == 1
+    assert place.gc().packs_deleted == 1
+
+
 def test_moves_of_the_last_days_keep_what_they_name(place: Place) -> None:
     """What a ref was in the last days of the reflog stays, also of a removed ref."""
     place.store.push("origin", delete=["b"])

@@ -231,7 +231,7 @@ class _Decision:
         """Return what refs and recent moves name; drop older moves, and refs that are long gone."""
         heads: dict[SnapshotId, None] = {}
         for key, row in self.before.rows("refs").items():
-            moves = tuple(move for move in row.moves if move.time_ns >= since)
+            moves = tuple(move for move in row.moves if move.time_ns > since)
             named = [row.snapshot, *(id for move in moves for id in (move.old, move.new))]
             heads.update(dict.fromkeys(SnapshotId(id) for id in named if id is not None))
             if row.snapshot is None and not moves:

@@ -215,11 +215,8 @@ class Push:
 
     def _take_up(self, state: RemoteState) -> None:
         """Count packs as sent that an earlier push put and no root names."""
-        directory = self._remote.directory / "sent"
-        with fs.translated(directory):
-            names = fs.listed(directory)
-        for name in names:
-            path = directory / name
+        for name in self._remote.kept("sent"):
+            path = self._remote.directory / "sent" / name
             # Another push of this store may have removed it meanwhile.
             with suppress(Corrupt, Absent, StorageFailed, ValueError, msgspec.MsgspecError):
                 one = msgspec.msgpack.decode(fs.read_file(path, 1 << 30), type=tuple[int, bytes])
@@ -453,7 +450,7 @@ class Push:
     def _put(self, one: Outgoing, jobs: int, told: Callable[[int], None]) -> None:
         # Before the put: whoever is killed in it finds the pack there, or not.
         record = msgspec.msgpack.encode((one.size, one.table))
-        fs.replace_file(self._remote.directory / "sent" / one.pack.hex(), record)
+        self._remote.keep(f"sent/{one.pack.hex()}", record)
         data = pieces(self._catalog, one, told)
         self._remote.objects.put(pack_name(one.pack), one.size, data, jobs=jobs)
 

@@ -11,6 +11,7 @@ Owns what this store keeps of a remote, in `remotes/NAME/`, all of which can be 
     incoming/   packs that came whole, and are not published yet; the next fetch uses or removes
                 them
     fetch.lock  held by a fetch
+    lock        held while one of root, lists/ and sent/ is written or listed
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ _FIRST_WAIT: Final = 0.02
 _LONGEST_WAIT: Final = 1.0
 """Seconds: before the second attempt, and at most; the longest doubles with each."""
 _SAVED: Final = "root"
+_LOCK: Final = "lock"
 
 
 class RemoteState:
@@ -238,13 +240,25 @@ class Remote:
                 # Another command has seen a later one meanwhile.
                 return
         data = msgspec.json.encode(state.stamp) + b"\n" + state.root.encode()
-        fs.replace_file(self.directory / _SAVED, data)
+        self.keep(_SAVED, data)
         wanted = {one.file for one in state.root.lists}
-        with fs.translated(self.directory):
-            names = fs.listed(self.directory / "lists")
-        for name in names:
+        for name in self.kept("lists"):
             if name not in wanted:
                 fs.unlink(self.directory / "lists" / name, missing_ok=True)
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Write a file of root, lists/ or sent/, by its path in the remote's directory."""
+        with fs.locked(self.directory / _LOCK):
+            fs.replace_file(self.directory / name, data)
+
+    def kept(self, below: str) -> list[str]:
+        """Return the names of files in lists/ or sent/.
+
+        What is written at this moment is not among them. So a caller may remove all that it does
+        not know: a temporary file is of a command that was killed.
+        """
+        with fs.locked(self.directory / _LOCK), fs.translated(self.directory):
+            return fs.listed(self.directory / below)
 
     def _list(self, named: Named) -> list[Any]:
         path = self.directory / "lists" / named.file
@@ -252,7 +266,7 @@ class Remote:
             return layout.decode_list(named, fs.read_file(path, named.size + 1), str(path))
         data = bytes(self.objects.read_each(named.name, [(0, named.size)])[0])
         rows = layout.decode_list(named, data, f"{self.where}/{named.name}")
-        fs.replace_file(path, data)
+        self.keep(f"lists/{named.file}", data)
         return rows
 
     # -- changing ----------------------------------------------------------------------------
@@ -269,7 +283,7 @@ class Remote:
                 if data is not None:
                     self.put_bytes(named.name, data)
                     if not self.dry_run:
-                        fs.replace_file(self.directory / "lists" / named.file, data)
+                        self.keep(f"lists/{named.file}", data)
                 lists.append(named)
         root = msgspec.structs.replace(
             before.root,
