@@ -4,23 +4,21 @@ It speaks HTTP/1.1 at 127.0.0.1 and logs each request, so that a test can count 
 ask for the bucket `BUCKET`; the proxy asks the server for a bucket of its own, so that a test needs
 no new settings for a new bucket.
 
-Conditional writes go to the server one at a time: moto compares and writes in two steps, and two
-writers could pass between them, which no real server allows.
+Replacements of the root go to the server one at a time: so the proxy knows which root each of them
+replaced, and answers a stale read with it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import http.client
-import os
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -131,7 +129,7 @@ class FaultProxy:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._conditional = threading.Lock()
+        self._replacing = threading.Lock()
         self._closing = threading.Event()
         self._open: set[socket.socket] = set()
         self._stale: Answer | None = None
@@ -170,13 +168,16 @@ class FaultProxy:
 
     # -- what the server has -----------------------------------------------------------------
 
-    def objects(self, below: str = "") -> dict[str, bytes]:
-        """Return the objects whose names begin so, past the log and all faults."""
+    def names(self, below: str = "") -> list[str]:
+        """Return the names of the objects that begin so, past the log and all faults."""
         listed = self.ask("GET", f"/{self.bucket}?list-type=2&prefix={below}").body
-        names = [
+        return [
             each.text or "" for each in ET.fromstring(listed).iter() if each.tag.endswith("}Key")
         ]
-        return {name: self.ask("GET", f"/{self.bucket}/{name}").body for name in names}
+
+    def objects(self, below: str = "") -> dict[str, bytes]:
+        """Return the objects whose names begin so, likewise."""
+        return {name: self.ask("GET", f"/{self.bucket}/{name}").body for name in self.names(below)}
 
     def fill(self, *states: dict[str, bytes]) -> None:
         """Put these objects, of each state those that the one before has not; the root last."""
@@ -212,7 +213,7 @@ class FaultProxy:
         """Ask the server; remember what the root was before it changed."""
         if asked.method != "PUT" or not asked.name.endswith(ROOT):
             return self.ask(asked.method, path, headers, body)
-        with self._conditional:
+        with self._replacing:
             old = self.ask("GET", path)
             answer = self.ask(asked.method, path, headers, body)
             if answer.status == 200:
@@ -330,33 +331,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.close()
         self.wfile.close()
         self.connection.close()
-
-
-_MOTO = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def moto() -> Iterator[str]:
-    """A server that speaks S3, in a process of its own; its address."""
-    # Parts of an upload may be small here: tests cut small packs.
-    env = os.environ | {"S3_UPLOAD_PART_MIN_SIZE": "1024"}
-    with subprocess.Popen(
-        [sys.executable, "-c", _MOTO],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=env,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
-        finally:
-            process.kill()

@@ -4,8 +4,10 @@
 
 Each worker is a process; where there are many, two share a store. It adds to a branch of its own
 and to branches that all share, pushes, fetches and pulls. Where another was first, it takes that
-one's commit and adds on top. It tells each push that was acknowledged. At the end the moves that
-were told follow each other; a clone has every commit, byte for byte.
+one's commit and adds on top. It pushes branches that it deletes there again, and collects the
+remote's garbage without a time of grace, so that packs go while others push and fetch. It tells
+each push that was acknowledged. At the end the moves that were told follow each other; a clone has
+every commit, byte for byte, and no branch that was deleted.
 """
 
 from __future__ import annotations
@@ -25,20 +27,25 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fault_proxy import FaultProxy, moto
+import servers
+from fault_proxy import FaultProxy
 from proof_models import BLOCK, model_files, write_files
 from remote_scenes import URL, settings
 
 from mstore import Store
-from mstore.terms.errors import Conflict
+from mstore.terms.errors import Conflict, NotFound
 
 WORKERS = 8
 SHARED = ("shared/a", "shared/b")
+PASSING = "passing"
+"""Branches below it are deleted again."""
 SEEDS = 3
 DEADLINE = 300
 """Seconds that one call may take before it counts as stuck, on cores that are much too busy."""
 LEAST = 8
 """Calls of a worker, however short the time is: a busy machine skips no kind of call."""
+LONG = 30
+"""Seconds after which gc must have deleted packs."""
 
 
 class Worker:
@@ -55,7 +62,8 @@ class Worker:
     def run(self, seconds: float) -> None:
         """Work for so long, and for LEAST calls."""
         began, done = time.monotonic(), 0
-        calls = [*[self.push_own] * 3, *[self.push_shared] * 4, self.pull, self.fetch, self.collect]
+        calls = [*[self.push_own] * 3, *[self.push_shared] * 4, self.pull, self.fetch]
+        calls += [self.push_passing, self.collect_here, *[self.collect_there] * 2]
         while time.monotonic() - began < seconds or done < LEAST:
             done += 1
             call = self._draw.choice(calls)
@@ -98,6 +106,18 @@ class Worker:
             self._add(self._name)
         self._push(self._name)
 
+    def push_passing(self) -> None:
+        """A branch with a model of its own, which is deleted at the remote and here again."""
+        name = f"{PASSING}/{self._name}"
+        model = [self._draw.randrange(SEEDS, 1 << 30)]
+        if name not in self._store:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            source = write_files(self._scratch, model_files(*model))
+            self._store.add(source, name=name, message=json.dumps(model), threads=1)
+        self._store.push("origin", [name])
+        self._store.push("origin", delete=[name])
+        self._store.remove(name)
+
     def push_shared(self) -> None:
         """A commit of a branch that all move: until this one is on top of the others'."""
         name = self._draw.choice(SHARED)
@@ -114,28 +134,35 @@ class Worker:
         raise AssertionError(f"{name} can never be pushed")
 
     def pull(self) -> None:
-        """All branches; those with own commits that are not pushed stay."""
+        """All branches; those with own commits that are not pushed stay, and those that were pushed
+        anew from another commit."""
         diverged = self._store.pull("origin").diverged
-        assert set(diverged) <= set(SHARED), diverged
+        known = [name for name in diverged if not name.startswith(f"{PASSING}/")]
+        assert set(known) <= set(SHARED), diverged
 
     def fetch(self) -> None:
         """All remote refs; one of them is read whole."""
         self._store.fetch("origin")
         ref = self._draw.choice(self._store.refs("remotes/*"))
-        check_contents(self._store, ref.name)
+        try:
+            check_contents(self._store, str(ref.snapshot))
+        except NotFound:
+            # Another worker of the store may have learned meanwhile that the branch is gone.
+            assert ref.name.startswith(f"remotes/origin/{PASSING}/"), ref.name
 
-    def collect(self) -> None:
-        """Garbage of the own store; the remote's, where that can be collected."""
-        if self._draw.random() < 0.5:
-            self._store.gc()
-        else:
-            # No time of grace: a second run deletes what the first condemned.
-            self._store.remote_gc("origin", reflog_days=0, grace_hours=0)
+    def collect_here(self) -> None:
+        """Garbage of the own store."""
+        self._store.gc()
+
+    def collect_there(self) -> None:
+        """Garbage of the remote. No time of grace: a run deletes what one before has condemned."""
+        report = self._store.remote_gc("origin", reflog_days=0, grace_hours=0)
+        self._tell(condemned=report.packs_condemned, deleted=report.packs_deleted)
 
 
 def check_contents(store: Store, revision: str) -> None:
     """Prove that a snapshot has the files that its message tells."""
-    # Another worker of the store may move the ref meanwhile: one snapshot for both.
+    # Another worker of the store may move the ref meanwhile: it is resolved once.
     shown = store.show(revision)
     wanted = model_files(*json.loads(shown.message))
     found = {path: b"".join(store.read_file(shown.snapshot, path)) for path in wanted}
@@ -155,17 +182,19 @@ def _process(*words: object) -> list[str]:
 
 def soak(scratch: Path, seconds: float, *, seed: int, workers: int = WORKERS) -> dict[str, object]:
     """Run them all; raises AssertionError about the first thing that does not hold."""
-    with moto() as server:
-        proxy = FaultProxy(server, "soak")
+    with servers.moto(scratch) as server:
+        proxy = FaultProxy(server.endpoint, "soak")
         try:
             proxy.fill()
             os.environ.update(settings(proxy))
             _begin(scratch)
             names = [f"w{number}" for number in range(workers)]
             _run(scratch, names, seed, seconds)
-            return _verdict(scratch, names) | {"requests": len(proxy.log)}
+            verdict = _verdict(scratch, names) | {"requests": len(proxy.log)}
         finally:
             proxy.close()
+    assert seconds < LONG or verdict["deleted"], "gc deleted no pack"
+    return verdict
 
 
 def _begin(scratch: Path) -> None:
@@ -206,6 +235,7 @@ def _run(scratch: Path, names: Sequence[str], seed: int, seconds: float) -> None
 
 def _verdict(scratch: Path, names: Sequence[str]) -> dict[str, object]:
     calls: Counter[str] = Counter()
+    packs: Counter[str] = Counter(condemned=0, deleted=0)
     slowest: dict[str, float] = {}
     told: dict[str, set[tuple[str, str]]] = {}
     for name in names:
@@ -219,10 +249,13 @@ def _verdict(scratch: Path, names: Sequence[str]) -> dict[str, object]:
                 slowest[line["call"]] = max(slowest.get(line["call"], 0), line["seconds"])
             if "conflict" in line:
                 calls["conflicts"] += 1
+            if "deleted" in line:
+                packs.update(line)
     Store.clone(URL, scratch / "last")
     with Store.open(scratch / "last") as store:
         assert store.fsck(read_data=True).problems == ()
         heads = {ref.name: str(ref.snapshot) for ref in store.refs()}
+        assert not any(name.startswith(f"{PASSING}/") for name in heads)
         for name, moves in told.items():
             _check_order(name, moves, heads[name])
             ancestors = {str(entry.snapshot) for entry in store.log(name)}
@@ -230,7 +263,8 @@ def _verdict(scratch: Path, names: Sequence[str]) -> dict[str, object]:
         for name in heads:
             check_contents(store, name)
     pushes = sum(map(len, told.values()))
-    return {"calls": dict(calls), "slowest": slowest, "pushes": pushes, "branches": len(heads)}
+    told_of = {"calls": dict(calls), "slowest": slowest, "pushes": pushes, "branches": len(heads)}
+    return told_of | dict(packs)
 
 
 def _check_order(name: str, moves: set[tuple[str, str]], head: str) -> None:

@@ -91,11 +91,13 @@ def s3_environment(endpoint: str, key: str = "", secret: str = "") -> dict[str, 
 
 
 @contextmanager
-def moto(directory: Path) -> Iterator[Server]:
-    """S3. Keys are not checked."""
+def moto(directory: Path, *, least_part: int = 5 << 20) -> Iterator[Server]:
+    """S3. Keys are not checked. least_part: bytes that a part of an upload needs, but the last."""
     program = Path(__file__).with_name("moto_atomic.py")
     command = [sys.executable, str(program), "-H", "127.0.0.1", "-p", "0"]
-    with _started(command, directory, r"Running on (http://127\.0\.0\.1:\d+)") as (endpoint, log):
+    ready = r"Running on (http://127\.0\.0\.1:\d+)"
+    parts = {"S3_UPLOAD_PART_MIN_SIZE": str(least_part)}
+    with _started(command, directory, ready, parts) as (endpoint, log):
         _ask("PUT", f"{endpoint}/{BUCKET}")
         given = s3_environment(endpoint)
         yield Server(

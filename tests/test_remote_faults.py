@@ -7,21 +7,22 @@ whole; of one that did not, all is visible or nothing. Then the same command suc
 from __future__ import annotations
 
 import shutil
-import subprocess
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 import remote_scenes
-from fault_proxy import Asked, Fault, FaultProxy, moto
+import servers
+from fault_proxy import Asked, Fault, FaultProxy
 from proof_models import model_files, write_files
-from remote_scenes import COMMANDS, OTHER, SECRET, URL, Refs, Scene, program, refs_of
+from remote_scenes import COMMANDS, OTHER, SECRET, URL, Refs, Scene, refs_of, start
 
 from mstore import Store
 from mstore.remotes import bucket
@@ -37,7 +38,7 @@ _buckets = count()
 
 
 @dataclass
-class Place:
+class Stage:
     """A server, and scenes that can be laid out there."""
 
     server: str
@@ -118,12 +119,14 @@ def ended(call: Callable[[], None]) -> MstoreError | None:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A server with all scenes."""
     scratch = tmp_path_factory.mktemp("remote-faults")
     (scratch / "scenes").mkdir()
-    with moto() as server:
-        yield Place(server, remote_scenes.scenes(server, scratch / "scenes"), scratch)
+    # Tests cut small packs into small pieces.
+    with servers.moto(scratch, least_part=1024) as moto:
+        server = moto.endpoint
+        yield Stage(server, remote_scenes.scenes(server, scratch / "scenes"), scratch)
 
 
 @pytest.fixture
@@ -141,18 +144,18 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "_TRIES", tries)
 
 
-def counted(place: Place, command: str) -> list[Asked]:
+def counted(stage: Stage, command: str) -> list[Asked]:
     """Return the requests of a command without faults."""
-    if command in place.counted:
-        return place.counted[command]
-    laid = place.laid_out(command)
+    if command in stage.counted:
+        return stage.counted[command]
+    laid = stage.laid_out(command)
     with remote_scenes.reached(laid.proxy):
         laid.proxy.begin()
         assert laid.run() is None
-        place.counted[command] = list(laid.proxy.log)
+        stage.counted[command] = list(laid.proxy.log)
         check_ended(laid, None)
     laid.close()
-    return place.counted[command]
+    return stage.counted[command]
 
 
 def check_ended(laid: Laid, error: MstoreError | None) -> None:
@@ -195,9 +198,9 @@ def check_again(laid: Laid) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_without_faults_puts_each_object_once(place: Place, command: str) -> None:
+def test_a_command_without_faults_puts_each_object_once(stage: Stage, command: str) -> None:
     """No object is put twice but the root, no bucket is listed, and a fetch puts nothing."""
-    log = counted(place, command)
+    log = counted(stage, command)
     puts = [(one.name, one.query) for one in log if one.method == "PUT" and "probe" not in one.name]
     others = [one for one in puts if not one[0].endswith("mstore-remote")]
     assert len(others) == len(set(others))
@@ -212,11 +215,11 @@ def test_a_command_without_faults_puts_each_object_once(place: Place, command: s
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("soon")
 def test_a_fault_of_any_request(
-    place: Place, command: str, fault: Fault, part: int, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, command: str, fault: Fault, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request of a command meets a fault."""
-    for number in range(part, len(counted(place, command)), PARTS):
-        laid = place.laid_out(command)
+    for number in range(part, len(counted(stage, command)), PARTS):
+        laid = stage.laid_out(command)
         with remote_scenes.reached(laid.proxy):
             laid.proxy.begin(lambda asked, at=number: fault if asked.number == at else None)
             with monkeypatch.context() as patch:
@@ -237,11 +240,11 @@ def test_a_fault_of_any_request(
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("soon")
 def test_a_fault_of_all_requests_from_one_on(
-    place: Place, command: str, fault: Fault, part: int
+    stage: Stage, command: str, fault: Fault, part: int
 ) -> None:
     """From some request on, each meets a fault, as if the server went away: that is an error."""
-    for number in range(part, len(counted(place, command)), PARTS):
-        laid = place.laid_out(command)
+    for number in range(part, len(counted(stage, command)), PARTS):
+        laid = stage.laid_out(command)
         with remote_scenes.reached(laid.proxy):
             laid.proxy.begin(lambda asked, at=number: fault if asked.number >= at else None)
             error = laid.run()
@@ -288,12 +291,12 @@ def rival_of(laid: Laid) -> Iterator[Callable[[str, tuple[int, int]], MstoreErro
 @pytest.mark.parametrize("is_stale", [False, True], ids=["fresh", "stale"])
 @pytest.mark.usefixtures("soon")
 def test_another_push_before_any_request(
-    place: Place, branch: str, part: int, *, is_stale: bool
+    stage: Stage, branch: str, part: int, *, is_stale: bool
 ) -> None:
     """Another store pushes while a push runs: no update is lost, even if all later reads of the
     root are stale. Of two pushes of one branch exactly one succeeds; those of two both do."""
-    for number in range(part, len(counted(place, "second")), PARTS):
-        laid = place.laid_out("second")
+    for number in range(part, len(counted(stage, "second")), PARTS):
+        laid = stage.laid_out("second")
         told: list[MstoreError | None] = []
         with remote_scenes.reached(laid.proxy), rival_of(laid) as push:
 
@@ -325,32 +328,33 @@ def test_another_push_before_any_request(
 @pytest.mark.parametrize("command", ["second", "fetch", "pull"])
 @pytest.mark.usefixtures("soon")
 def test_the_same_command_in_another_process_before_any_request(
-    place: Place, command: str, part: int
+    stage: Stage, command: str, part: int
 ) -> None:
     """A second process does the same in the same store, while the first waits for an answer: both
     end right, or one of them finds that refs moved."""
-    for number in range(part, len(counted(place, command)), PARTS):
-        laid = place.laid_out(command)
+    for number in range(part, len(counted(stage, command)), PARTS):
+        laid = stage.laid_out(command)
 
-        others: list[subprocess.Popen[bytes]] = []
+        others: list[ForkServerProcess] = []
 
         def before(
             asked: Asked,
             at: int = number,
             laid: Laid = laid,
-            others: list[subprocess.Popen[bytes]] = others,
+            others: list[ForkServerProcess] = others,
         ) -> None:
             if asked.number == at:
-                other = subprocess.Popen(program(laid.command, laid.path))
+                other = start(laid.command, laid.path, laid.proxy)
                 others.append(other)
                 # One fetch waits for another: then this one goes on first.
-                with suppress(subprocess.TimeoutExpired):
-                    other.wait(6 if command == "second" else 1)
+                other.join(6 if command == "second" else 1)
 
         with remote_scenes.reached(laid.proxy):
             laid.proxy.begin(before)
             error = laid.run()
-            codes = [one.wait() for one in others]
+            for one in others:
+                one.join()
+            codes = [one.exitcode for one in others]
             assert error is None or isinstance(error, Conflict)
             assert codes == [0] or (error is None and codes == [1])
             if command == "second":

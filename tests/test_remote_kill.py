@@ -6,59 +6,54 @@ server has answered, which the client then never knows.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from multiprocessing import connection
+from multiprocessing.context import ForkServerProcess
 
 import pytest
 import remote_scenes
-from fault_proxy import Asked, Fault, moto
-from remote_scenes import COMMANDS, program, refs_of, settings
-from test_remote_faults import PARTS, Laid, Place, check_again, counted
+from fault_proxy import Asked, Fault
+from remote_scenes import COMMANDS, refs_of, start
+from test_remote_faults import PARTS, Laid, Stage, check_again, counted, stage
 
 from mstore import Store
 from mstore.blocks.packs import read_footer
 from mstore.terms.errors import MstoreError
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A server with all scenes."""
-    scratch = tmp_path_factory.mktemp("remote-kill")
-    (scratch / "scenes").mkdir()
-    with moto() as server:
-        yield Place(server, remote_scenes.scenes(server, scratch / "scenes"), scratch)
+__all__ = ["stage"]
 
 
 def kill_at(laid: Laid, number: int, *, is_forwarded: bool) -> list[Asked]:
     """Start the command as a process, kill it at a request; return the requests until then."""
-    started = threading.Event()
-    processes: list[subprocess.Popen[bytes]] = []
+    started, is_killed = threading.Event(), threading.Event()
+    processes: list[ForkServerProcess] = []
 
     def kill() -> None:
         started.wait()
         processes[0].kill()
-        processes[0].wait()
+        # Another thread joins it, and only one may.
+        connection.wait([processes[0].sentinel])
+        is_killed.set()
 
     def before(asked: Asked) -> Fault | None:
         if asked.number == number and not is_forwarded:
             kill()
         # What other threads of it had asked comes too late.
-        return Fault.RESET if asked.number >= number and processes[0].poll() is not None else None
+        return Fault.RESET if asked.number >= number and is_killed.is_set() else None
 
     def after(asked: Asked) -> None:
         if asked.number == number:
             kill()
 
     laid.proxy.begin(before, after)
-    command = program(laid.command, laid.path)
-    with subprocess.Popen(command, env=os.environ | settings(laid.proxy)) as process:
-        processes.append(process)
-        started.set()
-    assert process.returncode == -9
+    process = start(laid.command, laid.path, laid.proxy)
+    processes.append(process)
+    started.set()
+    process.join()
+    assert process.exitcode == -9
     return list(laid.proxy.log)
 
 
@@ -85,12 +80,12 @@ def check_put_once(laid: Laid, log: Sequence[Asked]) -> None:
 @pytest.mark.parametrize("is_forwarded", [False, True], ids=["arrives", "is-done"])
 @pytest.mark.parametrize("command", ["first", "second"])
 def test_a_push_killed_at_any_request_goes_on(
-    place: Place, command: str, part: int, *, is_forwarded: bool
+    stage: Stage, command: str, part: int, *, is_forwarded: bool
 ) -> None:
     """All or nothing of a push that is killed is visible; the next one sends only what is not
     there."""
-    for number in range(part, len(counted(place, command)), PARTS):
-        laid = place.laid_out(command)
+    for number in range(part, len(counted(stage, command)), PARTS):
+        laid = stage.laid_out(command)
         with remote_scenes.reached(laid.proxy):
             log = kill_at(laid, number, is_forwarded=is_forwarded)
             assert laid.remote_refs() in (laid.scene.before, laid.scene.after)
@@ -104,11 +99,11 @@ def test_a_push_killed_at_any_request_goes_on(
 @pytest.mark.sampled(48)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("command", COMMANDS[2:])
-def test_a_fetch_killed_at_any_request_goes_on(place: Place, command: str, part: int) -> None:
+def test_a_fetch_killed_at_any_request_goes_on(stage: Stage, command: str, part: int) -> None:
     """Of a fetch that is killed nothing is visible; the next one succeeds, and leaves no garbage.
     A clone that is killed is an empty store, or none; a pull goes on there."""
-    for number in range(part, len(counted(place, command)), PARTS):
-        laid = place.laid_out(command)
+    for number in range(part, len(counted(stage, command)), PARTS):
+        laid = stage.laid_out(command)
         with remote_scenes.reached(laid.proxy):
             kill_at(laid, number, is_forwarded=True)
             if command == "clone":
