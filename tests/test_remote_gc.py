@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -235,6 +235,39 @@ def test_a_push_between_reading_and_condemning(
     assert report.packs_condemned == 0
     assert place.states() == [PackState.LIVE, PackState.LIVE]
     place.cloned(["a", "b"])
+
+
+def test_a_gc_that_is_overtaken_reads_nothing_twice(
+    place: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next attempt reads only what is new: else many who push could delay it for ever."""
+    asked: list[tuple[str, object]] = []
+    read, names = SharedDirectory.read_each, SharedDirectory.names
+
+    def reading(self: SharedDirectory, name: str, spans: Sequence[tuple[int, int]]) -> object:
+        asked.append((name, tuple(spans)))
+        return read(self, name, spans)
+
+    def listing(self: SharedDirectory, below: str) -> object:
+        asked.append(("names", below))
+        return names(self, below)
+
+    other = place.store("other")
+    place.put("c", 3)
+
+    def push() -> None:
+        before = [*asked]
+        place.keeper.push(REMOTE, ["c"])
+        asked[:] = before
+
+    _between(monkeypatch, "gc", push)
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedDirectory, "read_each", reading)
+        patch.setattr(SharedDirectory, "names", listing)
+        other.remote_gc(REMOTE, reflog_days=0, grace_hours=0)
+    assert sum("packs/" in name for name, _ in asked) > 2
+    assert len(set(asked)) == len(asked)
+    place.cloned(["a", "b", "c"])
 
 
 def test_a_gc_between_sending_and_naming(place: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

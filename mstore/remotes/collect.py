@@ -24,6 +24,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from mstore.blocks.location import Key
 from mstore.remotes.layout import (
     PackRow,
     PackState,
@@ -38,6 +39,7 @@ from mstore.remotes.records import AllRecords, lacks, placed
 from mstore.remotes.state import Changes, Remote, RemoteState
 from mstore.store.ahead import in_groups
 from mstore.store.catalog import Catalog
+from mstore.store.objects.canonical import Record
 from mstore.terms.errors import BadName
 from mstore.terms.ids import PackId, SnapshotId
 from mstore.terms.report import Report
@@ -99,16 +101,18 @@ class RemoteCollector:
         remote = self._remote
         remote.objects.require_writable()
         remote.make_directory()
+        # Before the root is replaced: what is put later is for a later root.
+        objects = _Objects(remote)
+        # Whoever is overtaken needs them again; the shorter an attempt, the less often it is.
+        known: dict[Key, Record] = {}
         for _ in remote.attempts():
             state = remote.state()
-            # Before the root is replaced: what is put later is for a later root.
-            objects = _Objects(remote)
             remote.dry_run = False
             now = remote.clock_ns()
             remote.dry_run = dry_run
             try:
                 decision = _Decision(self._catalog, remote, state, objects)
-                decision.decide(now, now - self._window_ns, now - self._grace_ns)
+                decision.decide(known, now, now - self._window_ns, now - self._grace_ns)
             except Absent as error:
                 remote.require_replaced(state, error)
                 continue
@@ -218,10 +222,10 @@ class _Decision:
             for id, row in self.changes.rows["packs"].items()
         )
 
-    def decide(self, now: int, since: int, condemned_before: int) -> None:
-        """Decide. Times by the remote's clock, in ns since the epoch."""
+    def decide(self, known: dict[Key, Record], now: int, since: int, condemned_before: int) -> None:
+        """Decide. Times by the remote's clock, in ns since the epoch. known: as `AllRecords`."""
         heads = self._refs(since)
-        source = AllRecords(self._catalog, self._remote, self._places, self.before)
+        source = AllRecords(self._catalog, self._remote, self._places, self.before, known=known)
         needs = gather(source, filter(source.is_known, heads), source.has_contents)
         self._snapshots(needs)
         self._packs(self._needed(needs), now, condemned_before)

@@ -193,6 +193,7 @@ class AllRecords(RemoteRecords):
     """What a remote has of its own, whatever this store has: for its gc and fsck.
 
     reads_local: read a record here if it is here; equal ids, equal bytes.
+    known: records that were read before; those that are read now are added.
     """
 
     def __init__(
@@ -203,9 +204,12 @@ class AllRecords(RemoteRecords):
         state: RemoteState,
         *,
         reads_local: bool = True,
+        known: dict[Key, Record] | None = None,
     ) -> None:
         super().__init__(catalog, remote, places, state)
         self._reads_local = reads_local
+        if known is not None:
+            self._records = known
 
     def _is_here(self, kind: Kind, ids: Sequence[bytes]) -> list[bool]:
         return super()._is_here(kind, ids) if self._reads_local else [False] * len(ids)
