@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from exchanges import REMOTE, Place, files
@@ -268,6 +269,50 @@ def test_a_gc_that_is_overtaken_reads_nothing_twice(
     assert sum("packs/" in name for name, _ in asked) > 2
     assert len(set(asked)) == len(asked)
     place.cloned(["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "call", "number"),
+    [
+        pytest.param("push", Remote, "change", 0, id="push"),
+        pytest.param("push", SharedDirectory, "time_ns", 0, id="stamp"),
+        pytest.param("gc", Remote, "change", 0, id="gc"),
+        pytest.param("gc", Remote, "change", 1, id="note-deleted"),
+    ],
+)
+def test_a_gc_between_deciding_and_changing(
+    place: Kept, command: str, kind: type, call: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a change starts from may be gone, lists here by another command of the store, lists and
+    new tables there by a gc that came between: then the change begins anew."""
+    other = place.store("other")
+    place.add(other, "d", 4)
+    place.put("c", 3)
+    place.keeper.push(REMOTE, delete=["b"])
+    place.gc()
+    known = other.path / "remotes" / REMOTE / "lists"
+    original, done = getattr(kind, call), []
+
+    def late(*given: Any) -> Any:
+        done.append(given)
+        if len(done) == number + 1:
+            place.keeper.push(REMOTE, ["c"])
+            place.gc()
+            place.gc()
+            for path in known.iterdir():
+                path.unlink()
+        return original(*given)
+
+    monkeypatch.setattr(kind, call, late)
+    if command == "push":
+        other.push(REMOTE, ["d"])
+        place.models["d"] = (4, 0)
+        place.cloned(["a", "c", "d"])
+    else:
+        other.remote_gc(REMOTE, reflog_days=0, grace_hours=0)
+        place.cloned(["a", "c"])
+    assert PackState.DELETING not in place.states()
+    assert place.keeper.remote_fsck(REMOTE, read_data=True).problems == ()
 
 
 def test_a_gc_between_sending_and_naming(place: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,9 @@ from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.usual import DENSITIES
 from mstore.models.stats.store import THRESHOLDS, TIES, StatsRow, StatsStore
 from mstore.remotes.layout import StatisticsId, StatisticsRow
-from mstore.remotes.statistics import decode, encode
+from mstore.remotes.statistics import decode, encode, know
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import TensorId
-
-__all__ = ["place"]
 
 __all__ = ["place"]
 
@@ -286,3 +284,19 @@ def test_usual_thresholds_are_what_sorting_finds(
 def _tensor(store: Store, name: str) -> bytes:
     [file] = store._catalog.manifest_of(refs(store)[name]).files
     return next(part.tensor for part in file.tensors())
+
+
+def test_a_gc_before_it_is_noted(place: Place) -> None:
+    """Where a gc has removed the lists of a root, a push that replaced it still succeeds: what it
+    knows of statistics is not noted."""
+    store = place.store("store")
+    place.add(store, "one", 1)
+    store.push(REMOTE, ["one"])
+    row = StatisticsRow(bytes(32), 1, bytes(32), 1)
+    place.change("statistics", row)
+    remote = place.looking()
+    state = remote.state()
+    [named] = state.root.of("statistics")
+    (place.remote / named.name).unlink()
+    know(remote, state, [row])
+    assert not (remote.directory / "statistics").exists()

@@ -153,8 +153,13 @@ class RemoteCollector:
             if attempt:
                 state = self._remote.state()
             changes = Changes()
+            try:
+                known = state.packs()
+            except Absent as error:
+                self._remote.require_replaced(state, error)
+                continue
             for row in rows:
-                if state.packs()[row.id].state == PackState.DELETING:
+                if known[row.id].state == PackState.DELETING:
                     gone = replace(
                         row,
                         state=PackState.DELETED,

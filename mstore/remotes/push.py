@@ -163,12 +163,12 @@ class Push:
                     state = self._remote.state()
                 try:
                     moved, changes = self._decided(state)
+                    if not changes:
+                        break
+                    self._stamp(changes)
                 except Absent as error:
                     self._remote.require_replaced(state, error)
                     continue
-                if not changes:
-                    break
-                self._stamp(changes)
                 with suppress(Overtaken):
                     state = self._remote.change(state, changes)
                     break

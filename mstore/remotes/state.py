@@ -279,12 +279,17 @@ class Remote:
             if not changes.rows[kind]:
                 lists += before.root.of(kind)
                 continue
-            for named, data in before.changed(kind, changes.rows[kind]):
-                if data is not None:
-                    self.put_bytes(named.name, data)
-                    if not self.dry_run:
-                        self.keep(f"lists/{named.file}", data)
-                lists.append(named)
+            try:
+                for named, data in before.changed(kind, changes.rows[kind]):
+                    if data is not None:
+                        self.put_bytes(named.name, data)
+                        if not self.dry_run:
+                            self.keep(f"lists/{named.file}", data)
+                    lists.append(named)
+            except Absent as error:
+                # A gc has removed a list that only older roots name.
+                self.require_replaced(before, error)
+                raise Overtaken("the remote changed meanwhile", where=self.where) from error
         root = msgspec.structs.replace(
             before.root,
             generation=before.root.generation + 1,

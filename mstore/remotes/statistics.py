@@ -164,7 +164,10 @@ class IncomingStatistics:
 
 def know(remote: Remote, state: RemoteState, rows: Sequence[StatisticsRow]) -> None:
     """Keep that this store has what these rows name: no fetch takes it again."""
-    if rows:
+    if not rows:
+        return
+    # A gc may have removed lists of this root already: then the next fetch takes some again.
+    with suppress(Absent):
         there = {row.statistics for row in state.rows("statistics").values()}
         known = (_known(remote) | {row.statistics for row in rows}) & there
         fs.replace_file(remote.directory / _KNOWN, b"".join(sorted(known)))
