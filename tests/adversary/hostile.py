@@ -70,6 +70,7 @@ FILES = (
     *("lost+found/*/*.pack", "refs/mirror.*", "refs/packs.*"),
     *(f"{table}/{name}.mdb" for table in ("index", "stats", "memo") for name in ("data", "lock")),
     *("index/checked", "remotes/origin/lists/*", "remotes/origin/places/*", "remotes/origin/root"),
+    "remotes/origin/lock",
 )
 KINDS = ("link", "dangling", "fifo", "socket", "wrong", "owner")
 
