@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mstore.remotes.statistics import OutgoingStatistics
     from mstore.remotes.store_remote import StoreRemote
     from mstore.remotes.usage import RemoteUsageReport
+    from mstore.store.catalog import Catalog
     from mstore.terms.report import ProgressCallback
     from mstore.upkeep.backup.backup import CloneReport
 
@@ -38,6 +39,11 @@ class Exchanging(OpenStore):
     """Servers that may get credentials, though the store's settings name them; see `trust`."""
     token: str = ""
     """Says who asks, to web servers that `trust` names."""
+    cache_bytes_on_disk: int | None = None
+    """The most bytes of `cache/`, which keeps what came of lazy remotes; None: a tenth of the disk.
+
+    Set it before anything is read.
+    """
 
     def trust(self, *endpoints: str) -> None:
         """Let credentials be sent to these servers, where a remote names one as its endpoint.
@@ -201,6 +207,7 @@ class Exchanging(OpenStore):
         refs: Sequence[str] = (),
         *,
         ancestors: bool = False,
+        lazy: bool = False,
         signers: Mapping[bytes, str] | None = None,
         jobs: int = JOBS,
         limit_rate: int | None = None,
@@ -211,6 +218,8 @@ class Exchanging(OpenStore):
         refs: the remote's branches and tags, or patterns; none: all, and those that it removed are
         removed here, too.  Everything is checked against its id before it is published.
         ancestors: also bring contents of ancestors, where the remote has them.
+        lazy: from now on, bring records of this remote and no weights: a block comes when something
+        reads it, and a part of the disk keeps what came (`cache_bytes_on_disk`).
         signers: trusted keys and their names, as for `log`.  Where the store has the setting
         `require_signed`, refs move only to snapshots that one of them signed.
         jobs: parts that are received at once. limit_rate: the most bytes a second.
@@ -223,6 +232,7 @@ class Exchanging(OpenStore):
             refs,
             pulls=False,
             ancestors=ancestors,
+            lazy=lazy,
             signers=signers,
             jobs=jobs,
             limit_rate=limit_rate,
@@ -235,6 +245,7 @@ class Exchanging(OpenStore):
         refs: Sequence[str] = (),
         *,
         ancestors: bool = False,
+        lazy: bool = False,
         signers: Mapping[bytes, str] | None = None,
         jobs: int = JOBS,
         limit_rate: int | None = None,
@@ -250,6 +261,7 @@ class Exchanging(OpenStore):
             refs,
             pulls=True,
             ancestors=ancestors,
+            lazy=lazy,
             signers=signers,
             jobs=jobs,
             limit_rate=limit_rate,
@@ -325,6 +337,7 @@ class Exchanging(OpenStore):
         endpoint: str = "",
         region: str = "",
         token: str = "",
+        lazy: bool = False,
         threads: int | None = None,
         jobs: int = JOBS,
         limit_rate: int | None = None,
@@ -335,7 +348,8 @@ class Exchanging(OpenStore):
         source: a store's directory, whose refs, reflogs and settings come along, but for its
         remotes; or the address of a remote, which the new store knows as `origin`. endpoint,
         region, jobs, limit_rate: of a remote, as in `add_remote` and `fetch`. token: for a web
-        server. threads: for a directory.
+        server. lazy: bring records and no weights of a remote, as `fetch` does. threads: for a
+        directory.
 
         The new store has its own UUID.  Others may write and run gc meanwhile.  Each payload is
         checked against its id.  Raises Conflict if something exists at `destination`, BadRequest
@@ -353,6 +367,7 @@ class Exchanging(OpenStore):
                 endpoint=endpoint,
                 region=region,
                 token=token,
+                lazy=lazy,
                 jobs=job_count(jobs),
                 limit_rate=limit_rate,
                 progress=progress,
@@ -374,6 +389,15 @@ class Exchanging(OpenStore):
             self._catalog, name, self.trusted_endpoints, limit_rate, token=self.token
         )
 
+    def _lean(self, catalog: Catalog) -> None:
+        """Let a catalog read the blocks of its lazy remotes."""
+        from mstore.remotes import registry
+
+        if catalog.index.elsewhere is None:
+            found = registry.blocks_of(catalog, self._remote, self.cache_bytes_on_disk)
+            if found is not None:
+                catalog.lean_on(found)
+
     def _outgoing(self, progress: ProgressCallback | None) -> OutgoingStatistics:
         from mstore.remotes.statistics import OutgoingStatistics
 
@@ -388,13 +412,18 @@ class Exchanging(OpenStore):
         *,
         pulls: bool,
         ancestors: bool,
+        lazy: bool,
         signers: Mapping[bytes, str] | None,
         jobs: int,
         limit_rate: int | None,
         progress: ProgressCallback | None,
     ) -> FetchReport:
+        from mstore.remotes import registry
         from mstore.remotes.fetch import Fetch
 
+        if lazy:
+            registry.set_lazy(self._catalog, name)
+            self._lean(self._catalog)
         with self._remote(name, limit_rate) as remote:
             return Fetch(
                 self._catalog,
@@ -404,6 +433,7 @@ class Exchanging(OpenStore):
                 contents_of_ancestors=ancestors,
                 signers=signers,
                 statistics=self._statistics,
+                lazy=registry.find(self._catalog, name).lazy,
                 jobs=job_count(jobs),
                 progress=progress,
             ).run()

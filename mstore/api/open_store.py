@@ -66,6 +66,8 @@ class OpenStore:
         self._author = author
         if catalog is not None:
             catalog.author = lambda: self.author
+            if any(one.lazy for one in catalog.config.remotes):
+                self._lean(catalog)
         self._path = path
         self._place = os.path.realpath(path)
         self._opened = catalog
@@ -250,7 +252,12 @@ class OpenStore:
             if self._opened is None:
                 self._opened, self._pid = Catalog.open(self._path), os.getpid()
                 self._opened.author = lambda: self.author
+                if any(one.lazy for one in self._opened.config.remotes):
+                    self._lean(self._opened)
             return self._opened
+
+    def _lean(self, catalog: Catalog) -> None:
+        """Let a catalog read blocks that are not here; the part about remotes knows how."""
 
     @property
     def path(self) -> Path:

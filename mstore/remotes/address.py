@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
+import msgspec
+
 from mstore.remotes import bucket, bundle, web
 from mstore.remotes.bundle import Bundle
 from mstore.remotes.objects import Objects
@@ -62,7 +64,7 @@ def checked(config: RemoteConfig) -> RemoteConfig:
         raise BadRequest("only s3:// addresses have a region", where=url)
     if config.region and not _REGION.fullmatch(config.region):
         raise BadRequest(f"{config.region[:100]!r} is no region")
-    return RemoteConfig(config.name, url, endpoint, config.region)
+    return msgspec.structs.replace(config, url=url, endpoint=endpoint)
 
 
 def checked_endpoint(url: str) -> str:

@@ -96,6 +96,7 @@ class Fetch:
 
     tracks: whether refs below remotes/ say what is there. signers: names of trusted public keys.
     only_records: new snapshots whose contents did not come. statistics: takes those of the remote.
+    lazy: bring records, and no weights.
     """
 
     def __init__(
@@ -109,10 +110,12 @@ class Fetch:
         contents_of_ancestors: bool = False,
         signers: Mapping[bytes, str] | None = None,
         statistics: StatsStore | None = None,
+        lazy: bool = False,
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
         self._statistics = statistics
+        self._lazy = lazy
         self.only_records: list[SnapshotId] = []
         self._catalog = catalog
         self._remote = remote
@@ -240,7 +243,7 @@ class Fetch:
             needs = self.needs
             if isinstance(source, RemoteRecords):
                 taken = whole(source, heads, ancestors=self._with_contents)
-                needs = self.needs = gather(source, heads, taken)
+                needs = self.needs = gather(source, heads, taken, weights=not self._lazy)
                 transaction.rely_on(source.passed)
                 self._add_notes(source, needs, notes)
                 if self._catalog.config.require_signed:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from mstore.blocks.codecs import Codec
@@ -23,47 +24,20 @@ _CODECS: Final = frozenset(Codec)
 _DELTAS: Final = frozenset(codec for codec in Codec if codec.is_delta)
 
 
-class RemotePlaces:
-    """Where a remote has blocks and records, as one state of it says. For one thread."""
+def directory_of(remote: Path) -> Path:
+    """Return where the segments are of what is kept of a remote."""
+    return remote / "places"
 
-    def __init__(self, remote: Remote, state: RemoteState) -> None:
-        self._remote = remote
-        self._segments = Segments.create(remote.directory / "places")
-        self._there: set[bytes] = set()
-        self.follow(state)
 
-    def follow(self, state: RemoteState) -> None:
-        """Know the packs of this state: read the tables of new ones, forget those that are gone."""
-        rows = {id: row for id, row in state.packs().items() if row.is_there and row.is_known}
-        known: set[bytes] = set(self._segments.packs())
-        gone = [PackId(id) for id in known - rows.keys()]
-        if gone:
-            self._segments.drop(gone)
-        new = [row for id, row in rows.items() if id not in known]
-        self._segments.add(self._tables(new, state.root.block_size))
-        self._there = set(rows)
+class KnownPlaces:
+    """Where a remote's packs have blocks and records, as their tables say. For one thread.
 
-    def _tables(
-        self, rows: Sequence[PackRow], block_size: int
-    ) -> Iterator[tuple[PackId, Sequence[PackEntry]]]:
-        by_table: dict[str, list[PackRow]] = defaultdict(list)
-        for row in rows:
-            by_table[row.table_name].append(row)
-        for name, some in by_table.items():
-            ordered = sorted(some, key=lambda row: row.offset)
-            for few in in_groups(ordered, lambda row: row.length, _MOST_READ):
-                spans = [(row.offset, row.length) for row in few]
-                for row, data in zip(few, self._remote.objects.read_each(name, spans), strict=True):
-                    where = f"{self._remote.where}/{name}"
-                    entries = table_entries(row.pack, bytes(data), where)
-                    for entry in entries:
-                        require_possible(entry, row, block_size, where)
-                    yield row.pack, entries
+    there: the packs that count; None: all whose tables are known.
+    """
 
-    def entries(self, row: PackRow, block_size: int) -> list[tuple[Key, Location]]:
-        """Return what the table of one pack says. Raises Corrupt, Unavailable."""
-        [(pack, entries)] = self._tables([row], block_size)
-        return [((Kind(one.kind), one.id), located(pack, one)) for one in entries]
+    def __init__(self, segments: Segments, there: Collection[bytes] | None = None) -> None:
+        self._segments = segments
+        self._there: Collection[bytes] = set(segments.packs()) if there is None else there
 
     def locate(self, kind: Kind, ids: Sequence[bytes]) -> list[Location | None]:
         """Return where the remote has each of these, readable; None for what it does not have.
@@ -107,6 +81,48 @@ class RemotePlaces:
 
     def _other_alone(self, block: bytes) -> Location | None:
         return next(filter(self._is_alone, self._segments.places(Kind.BLOCK, block)), None)
+
+
+class RemotePlaces(KnownPlaces):
+    """Where a remote has blocks and records, as one state of it says. For one thread."""
+
+    def __init__(self, remote: Remote, state: RemoteState) -> None:
+        super().__init__(Segments.create(directory_of(remote.directory)), frozenset())
+        self._remote = remote
+        self.follow(state)
+
+    def follow(self, state: RemoteState) -> None:
+        """Know the packs of this state: read the tables of new ones, forget those that are gone."""
+        rows = {id: row for id, row in state.packs().items() if row.is_there and row.is_known}
+        known: set[bytes] = set(self._segments.packs())
+        gone = [PackId(id) for id in known - rows.keys()]
+        if gone:
+            self._segments.drop(gone)
+        new = [row for id, row in rows.items() if id not in known]
+        self._segments.add(self._tables(new, state.root.block_size))
+        self._there = set(rows)
+
+    def _tables(
+        self, rows: Sequence[PackRow], block_size: int
+    ) -> Iterator[tuple[PackId, Sequence[PackEntry]]]:
+        by_table: dict[str, list[PackRow]] = defaultdict(list)
+        for row in rows:
+            by_table[row.table_name].append(row)
+        for name, some in by_table.items():
+            ordered = sorted(some, key=lambda row: row.offset)
+            for few in in_groups(ordered, lambda row: row.length, _MOST_READ):
+                spans = [(row.offset, row.length) for row in few]
+                for row, data in zip(few, self._remote.objects.read_each(name, spans), strict=True):
+                    where = f"{self._remote.where}/{name}"
+                    entries = table_entries(row.pack, bytes(data), where)
+                    for entry in entries:
+                        require_possible(entry, row, block_size, where)
+                    yield row.pack, entries
+
+    def entries(self, row: PackRow, block_size: int) -> list[tuple[Key, Location]]:
+        """Return what the table of one pack says. Raises Corrupt, Unavailable."""
+        [(pack, entries)] = self._tables([row], block_size)
+        return [((Kind(one.kind), one.id), located(pack, one)) for one in entries]
 
 
 def require_possible(entry: PackEntry, row: PackRow, block_size: int, where: str) -> None:

@@ -7,9 +7,12 @@ goes with it.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from mstore import fs
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -31,6 +34,9 @@ from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.backup.backup import CloneReport
+
+if TYPE_CHECKING:
+    from mstore.remotes.lazy import RemoteBlocks
 
 ORIGIN = "origin"
 
@@ -104,6 +110,29 @@ def find(catalog: Catalog, name: str) -> RemoteConfig:
     return known[name]
 
 
+def set_lazy(catalog: Catalog, name: str) -> None:
+    """From now on, fetch only records of a remote: blocks come when something reads them."""
+    config = find(catalog, name)
+    if not config.lazy:
+        others = (one for one in catalog.config.remotes if one.name != name)
+        catalog.set_remotes((*others, msgspec.structs.replace(config, lazy=True)))
+
+
+def blocks_of(
+    catalog: Catalog, opens: Callable[[str], AbstractContextManager[Remote]], limit: int | None
+) -> RemoteBlocks | None:
+    """Return the blocks of a store's lazy remotes; None if it has none.  limit: of the cache."""
+    lazy = [one.name for one in catalog.config.remotes if one.lazy]
+    if not lazy:
+        return None
+    from mstore.remotes.cache import PartCache, usual_limit
+    from mstore.remotes.lazy import RemoteBlocks
+
+    size = usual_limit(catalog.layout.root) if limit is None else limit
+    cache = PartCache(catalog.layout.cache, size)
+    return RemoteBlocks([(name, _directory(catalog, name)) for name in lazy], opens, cache)
+
+
 def add(
     catalog: Catalog, name: str, url: str, *, endpoint: str = "", region: str = ""
 ) -> RemoteReport:
@@ -135,7 +164,7 @@ def remove(catalog: Catalog, name: str) -> RemoteReport:
 def rename(catalog: Catalog, old: str, new: str) -> RemoteReport:
     """Rename a remote and its refs."""
     config = find(catalog, old)
-    renamed = address.checked(RemoteConfig(new, config.url, config.endpoint, config.region))
+    renamed = address.checked(msgspec.structs.replace(config, name=new))
     if any(one.name == new for one in catalog.config.remotes):
         raise _taken(new)
     _move_refs(catalog, old, new)
@@ -255,13 +284,14 @@ def clone(
     endpoint: str,
     region: str,
     token: str,
+    lazy: bool,
     jobs: int,
     limit_rate: int | None,
     progress: ProgressCallback | None,
 ) -> CloneReport:
     """Make a store with all that a remote has; see `Store.clone`."""
     began = time.monotonic()
-    config = address.checked(RemoteConfig(ORIGIN, url, endpoint, region))
+    config = address.checked(RemoteConfig(ORIGIN, url, endpoint, region, lazy))
     objects = address.opened(config, {config.endpoint, address.web_server(config.url)}, token)
     with closing(limited(objects, limit_rate)) as objects:
         size = _block_size(objects)
@@ -277,6 +307,7 @@ def clone(
                         (),
                         pulls=True,
                         statistics=statistics,
+                        lazy=lazy,
                         jobs=jobs,
                         progress=progress,
                     ).run()

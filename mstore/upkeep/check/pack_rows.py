@@ -167,7 +167,7 @@ class PackRows:
             if not deltas:
                 continue
             with index.env.read() as transaction:
-                bases = index.block_rows(transaction, [base for _, _, base in deltas])
+                bases = index.readable_rows(transaction, [base for _, _, base in deltas])
             orphans = [
                 id
                 for (id, row, _), base in zip(deltas, bases, strict=True)
@@ -240,7 +240,8 @@ class PackRows:
             else:
                 blocks = [BlockId(b) for b in decode(Tensor, data, id.hex()).block_ids()]
                 with self._index.env.read() as transaction:
-                    self._whole[id] = all(self._index.has_blocks(transaction, blocks))
+                    rows = self._index.readable_rows(transaction, blocks)
+                    self._whole[id] = None not in rows
         return self._whole[id]
 
 
