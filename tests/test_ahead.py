@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -165,6 +165,29 @@ def test_ctrl_c_in_the_helping_thread_ends_it_at_once() -> None:
         )
         with pytest.raises(KeyboardInterrupt):
             next(found)
+
+
+def test_ctrl_c_while_it_waits_wakes_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KeyboardInterrupt while this thread waits for a result leaves that among what `stopping` is
+    told of: the work still runs."""
+    free = threading.Event()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def submit(_: int) -> Future[bool]:
+        future = pool.submit(free.wait, 60)
+        monkeypatch.setattr(future, "result", interrupted)
+        return future
+
+    def stopping(left: Sequence[int]) -> None:
+        told.extend(left)
+        free.set()
+
+    told: list[int] = []
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+        next(in_order(submit, [1], ahead=1, stopping=stopping))
+    assert told == [1]
 
 
 def test_groups_of_neighbours() -> None:

@@ -121,6 +121,21 @@ def test_serve_needs_the_token_that_it_is_to_want(
     assert "hunter2" not in done.err
 
 
+def test_a_served_store_by_the_wrong_address(mstore: Program, tmp_path: Path) -> None:
+    """Where /remote is missing in the address of a served store, the hint has it, and that works;
+    nothing says that a push would help."""
+    pytest.importorskip("obstore")
+    with served(mstore.store) as server:
+        here = f"http://127.0.0.1:{server.info.port}"
+        failed = run_once(["clone", here, str(tmp_path / "clone")])
+        assert failed.status == 1
+        assert failed.err.endswith(f"hint: a served store is a remote at {here}/remote\n")
+        assert run_once(["clone", f"{here}/remote", str(tmp_path / "clone")]).status == 0
+        clone = Program(tmp_path / "clone")
+        clone.succeed("remote", "add", "short", here)
+        assert f"{here}/remote" in clone("fetch", "short", "--limit-rate", "1GiB").err
+
+
 def test_the_token_goes_where_the_user_typed(
     made: Path, mstore: Program, other: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -204,10 +208,10 @@ def test_remotes_are_listed_renamed_and_forgotten(there: Program) -> None:
     assert heading.split() == ["NAME", "URL"]
     _, url = row.split()
     shown = there.succeed("remote", "show", "origin")
-    assert ["base", "branch", "yes"] in [
+    assert ["base", "branch", "yes", "same"] in [
         line.split()[:2] + line.split()[3:] for line in shown.lines
     ]
-    assert "snapshots   2, 2 with contents" in shown.lines
+    assert "snapshots   2" in shown.lines
     there.succeed("remote", "rename", "origin", "team")
     assert "remotes/team/base" in there.succeed("refs", "remotes/*", "-q").lines
     done = there.succeed("remote", "rm", "team")
@@ -319,7 +323,309 @@ def test_object_storage(
     assert not any(secret in failed.err for secret in server.secrets)
 
 
+# Habits
+
+
+def test_the_remote_need_not_be_named(here: Program, first: Path) -> None:
+    """push, fetch and pull take the only remote, else origin; of several others they say which
+    there are, and where there is none, how to add one."""
+    here.succeed("push", "--all")
+    assert here.succeed("fetch").out == here.succeed("pull").out == "nothing new at origin\n"
+    here.succeed("remote", "add", "other", "file:///nowhere")
+    assert here.succeed("pull", "-q").out == ""
+    here.succeed("remote", "rename", "origin", "team")
+    for verb in ("push", "fetch", "pull"):
+        failed = here(verb)
+        assert failed.status == 2
+        assert failed.err == (
+            "error: there are several remotes: other, team\n"
+            f"hint: mstore --store {here.store} {verb} other\n"
+        )
+    here.succeed("remote", "rm", "other")
+    add(here, first / "other", "tuned")
+    failed = here("push", "tuned")
+    assert "tuned: is a ref; the remote stands before it" in failed.err
+    assert failed.err.endswith(f"mstore --store {here.store} push team tuned\n")
+    here.succeed("remote", "rm", "team")
+    failed = here("pull")
+    assert "no remote" in failed.err
+    assert failed.err.endswith(f"mstore --store {here.store} remote add NAME URL\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("push base:base", "push origin base"),
+        ("push +base:base", "push origin base --force-with-lease"),
+        ("push refs/heads/base:base", "push origin base"),
+        ("push base:other", "reset other base, then STORE push origin other"),
+        ("push :base", "push origin --delete base"),
+        ("push +base", "push origin base --force-with-lease"),
+        ("fetch base:base", "fetch origin base"),
+        ("fetch +base", "fetch origin base"),
+        ("pull base:mine", "fetch origin base, then STORE reset mine origin/base"),
+        ("fetch refs/heads/base:refs/remotes/origin/base", "fetch origin base"),
+    ],
+)
+def test_refspecs(here: Program, line: str, hint: str) -> None:
+    """A refspec of git is wrong usage, and the hint has the command that does the same."""
+    verb, refspec = line.split()
+    failed = here(verb, "origin", refspec)
+    assert failed.status == 2
+    assert f"'{refspec}' is no name: a ref has the same name here and at a remote" in failed.err
+    store = f"mstore --store {here.store}"
+    assert failed.err.splitlines()[1] == f"hint: {store} {hint.replace('STORE', store)}"
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("s3:/models/x", "s3://models/x"),
+        ("s3:models/x", "s3://models/x"),
+        ("gs:/models/x", "gs://models/x"),
+        ("AZ:/models/x", "az://models/x"),
+        ("file:/srv/models", "file:///srv/models"),
+        ("http:/host/remote", "http://host/remote"),
+    ],
+)
+def test_an_address_that_lacks_a_slash(here: Program, url: str, meant: str, tmp_path: Path) -> None:
+    """It is no path, and the hint has the address that was meant."""
+    for line in (
+        ["--store", str(here.store), "remote", "add", "x", url],
+        ["clone", url, str(tmp_path / "new")],
+    ):
+        failed = run_once(line)
+        assert failed.status == 2
+        assert failed.err.endswith(f"hint: did you mean {meant}?\n")
+
+
+def test_what_the_remote_removed_stays_here(there: Program, here: Program) -> None:
+    """A pull or fetch says which branches and tags the remote removed and this store keeps, and
+    the command that removes them."""
+    here.succeed("push", "origin", "--delete", "tuned", "--delete", "v1")
+    there.succeed("rm", "v1")
+    pulled = there.succeed("pull", "origin")
+    assert pulled.lines[-2:] == [
+        "origin has no tuned any more; here they stay",
+        f"  to remove them here, too: mstore --store {there.store} rm tuned",
+    ]
+    assert there.succeed("pull", "origin").out == "nothing new at origin\n"
+    there.succeed("rm", "tuned")
+    here.succeed("push", "origin", "tuned")
+    there.succeed("pull", "origin", "tuned")
+    here.succeed("push", "origin", "--delete", "tuned")
+    assert there.succeed("fetch", "origin").lines[-1].endswith("rm tuned")
+
+
+def test_contents_of_ancestors_are_said_to_be_left_out(
+    here: Program, first: Path, tmp_path: Path
+) -> None:
+    """push, pull and clone say of how many ancestors they left the contents out, and name them in
+    JSON; with --ancestors there is nothing to say."""
+    add(here, first / "other", "tuned")
+    left = "left out   the contents of 2 ancestors"
+    assert left in here.succeed("push", "origin", "tuned", "--dry-run").lines
+    old = [here.succeed("show", name, "-q").lines[0] for name in ("base", "tuned~1")]
+    pushed = here.succeed("push", "origin", "tuned", "--json").document
+    assert sorted(pushed["without_contents"]) == sorted(old)
+    done = clone((tmp_path / "there").as_uri(), tmp_path / "clone")
+    assert left in done.lines
+    other = Program(tmp_path / "other")
+    other.succeed("init", "--block-size", f"{BLOCK >> 10}KiB")
+    other.succeed("remote", "add", "origin", (tmp_path / "there").as_uri())
+    assert left in other.succeed("pull").lines
+    shown = here.succeed("remote", "show", "origin").lines
+    assert "snapshots   3, 2 without contents" in shown
+    done = here.succeed("push", "origin", "--all", "--ancestors")
+    assert "left out" not in done.out
+
+
+def test_show_compares_with_the_branches_here(there: Program, here: Program, first: Path) -> None:
+    """`remote show` says for each ref how far the one of this store is ahead or behind, as far as
+    its snapshots are here, and what to type."""
+
+    def compared() -> dict[str, str]:
+        rows = [line.split(maxsplit=4) for line in there.succeed("remote", "show", "origin").lines]
+        return {row[0]: row[4] for row in rows if row[1:2] in (["branch"], ["tag"])}
+
+    named = f"mstore --store {there.store}"
+    assert compared() == {"base": "same", "tuned": "same", "v1": "same"}
+    assert "to get" not in there.succeed("remote", "show", "origin").out
+    add(there, first / "other", "tuned")
+    add(here, first / "other", "base")
+    here.succeed("push", "origin", "base")
+    assert compared() == {"base": "other", "tuned": "1 ahead", "v1": "same"}
+    lines = there.succeed("remote", "show", "origin").lines
+    assert lines[-2:] == [
+        f"to get what is new: {named} pull origin",
+        f"to send what is new: {named} push origin tuned",
+    ]
+    there.succeed("fetch", "origin")
+    add(there, first / "tuned", "base")
+    assert compared()["base"] == "1 ahead, 1 behind"
+    there.succeed("rm", "tuned")
+    told = there.succeed("remote", "show", "origin", "--json").document["refs"]
+    assert [(one["name"], one["ahead"], one["behind"]) for one in told] == [
+        ("base", 1, 1),
+        ("tuned", None, None),
+        ("v1", 0, 0),
+    ]
+    assert compared()["tuned"] == "-"
+
+
+def test_a_missing_object_names_the_check(
+    there: Program, here: Program, first: Path, tmp_path: Path
+) -> None:
+    """Where an object of the remote is gone or damaged, the hint is the check of that remote, and
+    never one of this store; the check itself does not name itself."""
+    add(here, first / "other", "other")
+    here.succeed("push", "origin", "other")
+    check = f"hint: mstore --store {there.store} remote fsck origin\n"
+    lists = {path: path.read_bytes() for path in (tmp_path / "there" / "lists").iterdir()}
+    for path, data in lists.items():
+        path.write_bytes(bytes(len(data)))
+    failed = there("pull", "origin")
+    assert failed.status == 1
+    assert failed.err.endswith(check)
+    assert "put this object back" in there("remote", "fsck", "origin").err
+    for path, data in lists.items():
+        path.write_bytes(data)
+    for path in (tmp_path / "there" / "packs").rglob("*.pack"):
+        path.unlink()
+    failed = there("pull", "origin")
+    assert failed.status == 1
+    assert "origin lacks an object that it needs" in failed.err
+    assert failed.err.endswith(check)
+    cloned = run_once(["clone", (tmp_path / "there").as_uri(), str(tmp_path / "new")])
+    assert cloned.status == 1
+    assert cloned.err.endswith("mstore --store STORE remote fsck NAME\n")
+    assert "no such bundle" in (failed := run_once(["clone", "bundle:no", str(tmp_path / "b")])).err
+    assert failed.err.endswith("hint: check the path\n")
+
+
+def test_ctrl_c_ends_a_slow_push(here: Program, tmp_path: Path) -> None:
+    """A push of one byte a second ends when it is interrupted, and says how to go on."""
+    command = [sys.executable, "-m", "mstore_cli", "--store", str(here.store), "push", "origin"]
+    # A process of its own, whose Ctrl-C is no other's.
+    process = subprocess.Popen(
+        [*command, "base", "--limit-rate", "1B"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        sent = here.store / "remotes" / "origin" / "sent"
+        while not (sent.is_dir() and any(sent.iterdir())):
+            assert process.poll() is None
+            time.sleep(0.05)
+        # The pack is being put, and waits for its first second.
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert told == "interrupted\nhint: the same command goes on from what was transferred\n"
+
+
+# Object storage: where requests go, and whose credentials
+
+
+def test_addressing_styles_are_kept(here: Program, tmp_path: Path) -> None:
+    """--addressing-style is in the store's settings, is listed, and is in what `remote rm` says to
+    add the remote again; a word that is none is refused."""
+    here.succeed("remote", "add", "far", "s3://bucket/x", "--addressing-style", "virtual")
+    config = tomllib.loads((here.store / "config").read_text())
+    assert config["remote"]["far"] == {"url": "s3://bucket/x", "addressing_style": "virtual"}
+    listed = here.succeed("remote").lines
+    assert listed[0].split() == ["NAME", "URL", "STYLE"]
+    assert [line.split()[2] for line in listed[1:]] == ["virtual", "-"]
+    removed = here.succeed("remote", "rm", "far")
+    assert removed.lines[-1].endswith("far s3://bucket/x --addressing-style virtual")
+    for url, style in (("s3://bucket/x", "auto"), ((tmp_path / "x").as_uri(), "path")):
+        failed = here("remote", "add", "far", url, "--addressing-style", style)
+        assert failed.status == 2
+        assert "addressing style" in failed.err
+
+
+def test_credentials_come_from_a_profile(
+    here: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without credentials in the environment those of the profile that AWS_PROFILE names are used,
+    with its region; no output and no file of the store has them. A profile that is not there, or
+    cannot be used, is told without what its programs print. Variables go before it; without boto3
+    obstore is left to look for some."""
+    pytest.importorskip("boto3")
+    with moto(tmp_path) as server:
+        server.use(monkeypatch)
+        key, secret = (
+            server.environment[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+        )
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+            monkeypatch.delenv(name)
+        file = tmp_path / "credentials"
+        file.write_text(f"[models]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+        (tmp_path / "aws").write_text(
+            "[profile models]\nregion = eu-central-1\n[profile empty]\nregion = eu-central-1\n"
+            f"[profile broken]\ncredential_process = sh -c 'echo {secret} >&2; exit 1'\n"
+            "[profile sso]\nsso_start_url = https://sso.invalid\nsso_region = eu-central-1\n"
+            "sso_account_id = 123456789012\nsso_role_name = models\n"
+        )
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
+        # No role of a machine takes their place.
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        here.succeed("remote", "add", "s3", server.below())
+        for profile, what in (
+            ("other", "AWS has no such profile"),
+            ("empty", "no credentials"),
+            ("broken", "cannot be used (CredentialRetrievalError)"),
+            ("sso", "cannot be used (SSOTokenLoadError)"),
+        ):
+            monkeypatch.setenv("AWS_PROFILE", profile)
+            failed = here("push", "s3", "base")
+            assert failed.status == 1
+            assert what in failed.err
+            assert f"aws sso login --profile {profile}, or" in failed.err
+            assert secret not in failed.err
+        monkeypatch.setenv("AWS_PROFILE", "models")
+        pushed = here.succeed("push", "s3", "base")
+        url = pushed.lines[0].rpartition(" ")[2]
+        cloned = clone(url, tmp_path / "clone")
+        with Session(Choices(store=here.store)).open_to_exchange() as store:
+            assert store.s3_credentials is not None
+            assert store.s3_credentials.config == {"region": "eu-central-1"}  # type: ignore[attr-defined]
+            assert store.s3_credentials()["access_key_id"] == key
+            with pytest.raises(TypeError, match="not pickled"):
+                pickle.dumps(store.s3_credentials)
+            assert key.encode() not in pickle.dumps(store)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
+        with Session(Choices(store=here.store)).open_to_exchange() as store:
+            assert store.s3_credentials is None
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+        with Session(Choices(store=here.store)).open_to_exchange() as store:
+            assert store.s3_credentials is None
+    hidden = (key, secret)
+    assert not any(one in pushed.out + cloned.out + failed.err for one in hidden)
+    for path in (*here.store.rglob("*"), *(tmp_path / "clone").rglob("*")):
+        if path.is_file():
+            assert not any(one.encode() in path.read_bytes() for one in hidden)
+
+
 # Endpoints
+
+
+def test_a_server_that_no_remote_needs_stays_trusted(here: Program) -> None:
+    """`remote rm` says that the server of the remote is still in the user's settings, and how to
+    remove it; not while another remote needs it."""
+    server = "http://127.0.0.1:9"
+    for name in ("far", "farther"):
+        here.succeed("remote", "add", name, f"s3://bucket/{name}", "--endpoint", server)
+    assert "may still go" not in here.succeed("remote", "rm", "far").out
+    told = here.succeed("remote", "rm", "farther").lines[-1]
+    begin, _, command = told.partition(": mstore ")
+    assert begin == f"your credentials may still go to {server}; to end that"
+    here.succeed(*command.split()[2 if command.startswith("--store") else 0 :])
+    assert user_config.read()["endpoints"] == []
 
 
 def test_credentials_go_where_the_user_said(here: Program, settings: Path) -> None:

@@ -219,7 +219,7 @@ PLAN = ["plan", "--base", "base", "--expert", "expert"]
         (["commit"], "mstore add PATH --name REF"),
         (["commit", "-m", "words"], "mstore add PATH --name REF"),
         (["branch"], "mstore refs lists branches"),
-        (["push"], "mstore push --help"),
+        (["push"], "mstore remote add NAME URL"),
         (["remote", "remove", "origin"], "mstore remote rm NAME"),
         (["status"], "mstore diff REF DIR"),
         (["log", "-3"], "mstore log -n 3"),

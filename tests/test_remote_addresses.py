@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import ClassVar
 
 import obstore
 import pytest
 import servers
+from gcs_stub import QuietServer
 from obstore.store import AzureStore
 from small_models import BLOCK, small_model
 
 from mstore import Store
 from mstore.remotes import address, bucket
 from mstore.remotes.bucket import Bucket
+from mstore.remotes.objects import Absent
 from mstore.remotes.shared_directory import SharedDirectory
 from mstore.store.config import RemoteConfig
 from mstore.terms.errors import BadName, BadRequest, Conflict, Unavailable
@@ -128,13 +133,18 @@ def test_what_is_no_address_is_refused(store: Store, url: str) -> None:
         {"region": "us east"},
         {"region": "eu\nx"},
         {"region": "é"},
+        {"addressing_style": "auto"},
+        {"url": "gs://models", "addressing_style": "path"},
+        {"endpoint": "http://127.0.0.1:9000", "addressing_style": "virtual"},
+        {"endpoint": "http://[::1]:9000", "addressing_style": "virtual"},
         {"url": "gs://models", "region": "us-east-1"},
         {"url": "file:///srv", "region": "us-east-1"},
         {"url": "file:///srv", "endpoint": "http://host"},
     ],
 )
-def test_what_is_no_endpoint_or_region_is_refused(store: Store, given: dict[str, str]) -> None:
-    """An endpoint is the address of a server; only S3 has regions; a directory has neither."""
+def test_what_is_no_setting_is_refused(store: Store, given: dict[str, str]) -> None:
+    """An endpoint is the address of a server; only S3 has regions and styles; a directory has none;
+    a server that is named by its number has no buckets in its name."""
     with pytest.raises(BadRequest):
         store.add_remote("origin", **{"url": "s3://models", **given})
     assert store.remotes() == []
@@ -218,6 +228,47 @@ def test_an_endpoint_that_is_named_is_asked(
             (found,) = clone.remotes()
             assert (found.url, found.endpoint, found.region) == (url, server.endpoint, region)
             assert clone.ref("llama").name == "llama"
+
+
+class _Host(BaseHTTPRequestHandler):
+    """A proxy that notes whom requests are for, and has nothing."""
+
+    asked: ClassVar[list[str]]
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_error(404)
+
+
+def test_where_requests_name_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the path, or with the addressing style `virtual` in the host, below the endpoint, which
+    alone must be trusted."""
+    servers.forget(monkeypatch)
+    for name, value in servers.s3_environment("http://unused.test").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    asked: list[str] = []
+    server = QuietServer(("127.0.0.1", 0), type("Host", (_Host,), {"asked": asked}))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.server_port}")
+    endpoint = "http://minio.test:9000"
+    try:
+        for style in ("", "path", "virtual"):
+            config = RemoteConfig("origin", "s3://models/x", endpoint, "", style)
+            with pytest.raises(Absent):
+                address.opened(config, {endpoint}).read_root()
+            with pytest.raises(Conflict, match="your own settings do not name"):
+                address.opened(config, {"http://models.minio.test:9000"})
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    path = f"{endpoint}/models/x/mstore-remote"
+    assert asked == [path, path, "http://models.minio.test:9000/x/mstore-remote"]
 
 
 def test_azure_names_a_container_and_the_environment_the_account(

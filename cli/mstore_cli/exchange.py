@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from mstore_cli.errors import Interrupted
+from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.signers import states_of, trusted_signers
-from mstore_cli.sizes import format_seconds, format_size, parse_size
+from mstore_cli.sizes import counted, format_seconds, format_size, parse_size
 
 if TYPE_CHECKING:
     from mstore import SnapshotId, Store
@@ -36,6 +38,69 @@ def resumable() -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         raise Interrupted("the same command goes on from what was transferred") from stop
+
+
+def remote_for(store: Store, verb: str, name: str | None) -> str:
+    """Return the remote that a line names; else the only one, else origin.
+
+    verb: the command, for hints. Raises UsageError, NotFound.
+    """
+    from mstore.remotes.registry import ORIGIN
+    from mstore.terms.errors import NotFound
+
+    known = [one.name for one in store.remotes()]
+    usual = known[0] if len(known) == 1 else ORIGIN if ORIGIN in known else None
+    if name is not None:
+        if usual is not None and name not in known and name in store.ref_ids():
+            hint = f"mstore {verb} {usual} {shlex.quote(name)}"
+            raise NotFound("is a ref; the remote stands before it", where=name, hint=hint)
+        return name
+    if usual is not None:
+        return usual
+    if not known:
+        raise NotFound("the store has no remote", hint="mstore remote add NAME URL")
+    raise UsageError(
+        f"there are several remotes: {', '.join(known)}", hint=f"mstore {verb} {known[0]}"
+    )
+
+
+def require_names(verb: str, remote: str, refs: Sequence[str]) -> None:
+    """Raise UsageError for a refspec of git, with what does the same here."""
+    for ref in refs:
+        if ":" in ref or ref.startswith("+"):
+            what = f"{ref!r} is no name: a ref has the same name here and at a remote"
+            raise UsageError(what, hint=_without_refspec(verb, remote, ref))
+
+
+def _without_refspec(verb: str, remote: str, refspec: str) -> str:
+    left, _, right = refspec.removeprefix("+").partition(":")
+    begin = re.compile(r"^refs/(heads|tags|remotes/[^/]*)/")
+    left, right = (shlex.quote(begin.sub("", one)) if one else "" for one in (left, right))
+    name = right or left or "REF"
+    if verb != "push":
+        if left in ("", name):
+            return f"mstore {verb} {remote} {name}"
+        return f"mstore fetch {remote} {left}, then mstore reset {name} {remote}/{left}"
+    if not left:
+        return f"mstore push {remote} --delete {name}"
+    option = " --force-with-lease" if refspec.startswith("+") else ""
+    push = f"mstore push {remote} {name}{option}"
+    return push if left == name else f"mstore reset {name} {left}, then {push}"
+
+
+def removed_there(store: Store, report: FetchReport) -> list[str]:
+    """Return the branches and tags that a remote removed, and that stay in this store."""
+    gone = [one.name for one in report.fetched if one.new is None]
+    own = {one.name for one in store.refs()} if gone else set()
+    return [name for name in gone if name in own]
+
+
+def show_removed(screen: Screen, remote: str, removed: Sequence[str]) -> None:
+    """Print which refs of this store a remote removed, and how to do the same here."""
+    if removed:
+        screen.line(f"{remote} has no {', '.join(removed)} any more; here they stay")
+        command = f"mstore rm {' '.join(map(shlex.quote, removed))}"
+        screen.command("  to remove them here, too", command)
 
 
 def signers_for(store: Store, path: Path | None) -> Mapping[bytes, str] | None:
@@ -72,11 +137,17 @@ def show_fetched(screen: Screen, report: FetchReport, signatures: Signed) -> Non
     screen.fields(
         [
             ("snapshots", report.snapshots),
+            ("left out", left_out(report.without_contents)),
             ("blocks", report.blocks),
             ("size", format_size(report.bytes_received)),
             ("time", format_seconds(report.seconds)),
         ]
     )
+
+
+def left_out(ancestors: Sequence[SnapshotId]) -> str | None:
+    """Return what was left out of snapshots of which only records moved; None for nothing."""
+    return f"the contents of {counted(len(ancestors), 'ancestor')}" if ancestors else None
 
 
 def show_moved(

@@ -205,6 +205,14 @@ REMOTE = Argument(
     shell_complete=completion.remotes,
 )
 Remote = Annotated[str, REMOTE]
+MaybeRemote = Annotated[
+    str | None,
+    Argument(
+        metavar="NAME",
+        help="The remote, by its name in this store [default: the only one, else origin].",
+        shell_complete=completion.remotes,
+    ),
+]
 RemoteRefs = Annotated[
     tuple[str, ...],
     Argument(
@@ -225,6 +233,15 @@ Endpoint = Annotated[
 Region = Annotated[
     str | None,
     Option("--region", metavar="R", help="The region [default: as the environment says]."),
+]
+AddressingStyle = Annotated[
+    str | None,
+    Option(
+        "--addressing-style",
+        metavar="path|virtual",
+        help="Where requests to S3 name the bucket: in the path, or in the host, as "
+        "https://BUCKET.SERVER [default: as the environment says, else path].",
+    ),
 ]
 JOBS = 8
 Jobs = Annotated[

@@ -110,10 +110,13 @@ class Session:
 
         They go to an endpoint that the store's settings name only if the user named it, too.
         """
+        from mstore_cli import aws
+
         endpoints = _own_endpoints()
         store = self.open()
         store.trust(*endpoints)
         store.token = token()
+        store.s3_credentials = aws.credentials()
         return store
 
     def trust(self, url: str, endpoint: str) -> str:

@@ -5,10 +5,10 @@ Part of `mstore.api.Store`, which combines all parts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mstore.api.open_store import OpenStore, job_count, local_path, thread_count
 
@@ -44,6 +44,11 @@ class Exchanging(OpenStore):
 
     Set it before anything is read.
     """
+    s3_credentials: Callable[[], Any] | None = None
+    """Gives credentials for s3:// (a credential provider of obstore); None: the environment does.
+
+    They go to Amazon's own servers, and to others that `trust` names. They are never pickled.
+    """
 
     def trust(self, *endpoints: str) -> None:
         """Let credentials be sent to these servers, where a remote names one as its endpoint.
@@ -63,20 +68,30 @@ class Exchanging(OpenStore):
         return registry.listed(self._catalog)
 
     def add_remote(
-        self, name: str, url: str, *, endpoint: str = "", region: str = ""
+        self,
+        name: str,
+        url: str,
+        *,
+        endpoint: str = "",
+        region: str = "",
+        addressing_style: str = "",
     ) -> RemoteReport:
         """Give a name to a remote; asks nothing of it, and the first push makes it.
 
         url: s3://, gs://, az:// or file:///; or, to read only, bundle:FILE or http(s)://, which is
         what `mstore serve` has below /remote/. endpoint: the server, where the provider's own is
-        not meant. Credentials come from the environment.
+        not meant. addressing_style: where requests to S3 name the bucket: path, as in
+        https://SERVER/BUCKET, or virtual, as in https://BUCKET.SERVER; empty: as the variable
+        AWS_VIRTUAL_HOSTED_STYLE_REQUEST says, else path. Credentials come from the environment.
 
         Raises BadName, BadRequest (an address with a password or signature, say), Conflict (there
         is a remote of this name).
         """
         from mstore.remotes import registry
+        from mstore.store.config import RemoteConfig
 
-        return registry.add(self._catalog, name, url, endpoint=endpoint, region=region)
+        config = RemoteConfig(name, url, endpoint, region, addressing_style)
+        return registry.add(self._catalog, config)
 
     def rename_remote(self, old: str, new: str) -> RemoteReport:
         """Rename a remote, and its refs in this store. Raises NotFound, Conflict, BadName."""
@@ -336,8 +351,10 @@ class Exchanging(OpenStore):
         *,
         endpoint: str = "",
         region: str = "",
+        addressing_style: str = "",
         token: str = "",
         lazy: bool = False,
+        s3_credentials: Callable[[], Any] | None = None,
         threads: int | None = None,
         jobs: int = JOBS,
         limit_rate: int | None = None,
@@ -347,9 +364,9 @@ class Exchanging(OpenStore):
 
         source: a store's directory, whose refs, reflogs and settings come along, but for its
         remotes; or the address of a remote, which the new store knows as `origin`. endpoint,
-        region, jobs, limit_rate: of a remote, as in `add_remote` and `fetch`. token: for a web
-        server. lazy: bring records and no weights of a remote, as `fetch` does. threads: for a
-        directory.
+        region, addressing_style, jobs, limit_rate: of a remote, as in `add_remote` and `fetch`.
+        token: for a web server. s3_credentials: as the attribute. lazy: bring records and no
+        weights of a remote, as `fetch` does. threads: for a directory.
 
         The new store has its own UUID.  Others may write and run gc meanwhile.  Each payload is
         checked against its id.  Raises Conflict if something exists at `destination`, BadRequest
@@ -360,14 +377,15 @@ class Exchanging(OpenStore):
 
         if address.is_address(str(source)):
             from mstore.remotes import registry
+            from mstore.store.config import RemoteConfig
 
             return registry.clone(
-                str(source),
+                RemoteConfig(
+                    registry.ORIGIN, str(source), endpoint, region, addressing_style, lazy
+                ),
                 local_path(destination),
-                endpoint=endpoint,
-                region=region,
                 token=token,
-                lazy=lazy,
+                s3_credentials=s3_credentials,
                 jobs=job_count(jobs),
                 limit_rate=limit_rate,
                 progress=progress,
@@ -386,7 +404,12 @@ class Exchanging(OpenStore):
         from mstore.remotes import registry
 
         return registry.opened(
-            self._catalog, name, self.trusted_endpoints, limit_rate, token=self.token
+            self._catalog,
+            name,
+            self.trusted_endpoints,
+            limit_rate,
+            token=self.token,
+            s3_credentials=self.s3_credentials,
         )
 
     def _lean(self, catalog: Catalog) -> None:

@@ -7,6 +7,9 @@
     bundle:FILE           one file; read-only
     http://HOST/PATH      what a web server shows, also https://; read-only
 
+At S3, requests name the bucket in their path, or with addressing_style "virtual" in the host:
+https://BUCKET.ENDPOINT/PREFIX.
+
 A store's settings may be a stranger's: an endpoint or a web server that they name gets credentials
 only if the user named it too. So may an address be: one with a password or a signature in it is
 refused, for it would end in files and logs.
@@ -16,8 +19,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -32,17 +36,20 @@ from mstore.remotes.web import Web, server_of
 from mstore.store import refs
 from mstore.store.config import RemoteConfig
 from mstore.terms.errors import BadRequest, Conflict
-from mstore.terms.phrases import call
+from mstore.terms.phrases import Option, call
 
 SCHEMES: Final = ("s3", "gs", "az", "file", *web.SCHEMES)
 _MOST_BYTES: Final = 1024
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
+STYLES: Final = ("path", "virtual")
 _REGION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
+_NEARLY: Final = re.compile(r"(s3|gs|az|file(?=:/)|https?):/?(?!/)", re.IGNORECASE)
+"""How an address begins that lacks a slash."""
 
 
 def is_address(text: str) -> bool:
     """Return whether a text is meant as the address of a remote, and not as a path."""
-    return "://" in text or text.startswith(bundle.SCHEME)
+    return "://" in text or text.startswith(bundle.SCHEME) or bool(_NEARLY.match(text))
 
 
 def is_web(url: str) -> bool:
@@ -55,16 +62,35 @@ def checked(config: RemoteConfig) -> RemoteConfig:
     refs.directory_of(refs.REMOTE, config.name)
     is_bundle = config.url.startswith(bundle.SCHEME)
     url = _bundle(config.url) if is_bundle else _checked_url(config.url, SCHEMES)
-    if (is_bundle or is_web(url)) and (config.endpoint or config.region):
-        raise BadRequest("this address has no endpoint and no region", where=url)
-    if config.endpoint and url.startswith("file:"):
-        raise BadRequest("a directory has no endpoint", where=url)
+    if config.endpoint and not url.startswith(("s3:", "gs:", "az:")):
+        raise BadRequest("only addresses in object storage have an endpoint", where=url)
     endpoint = checked_endpoint(config.endpoint) if config.endpoint else ""
-    if config.region and not url.startswith("s3:"):
-        raise BadRequest("only s3:// addresses have a region", where=url)
+    if (config.region or config.addressing_style) and not url.startswith("s3:"):
+        raise BadRequest("only s3:// addresses have a region or an addressing style", where=url)
     if config.region and not _REGION.fullmatch(config.region):
         raise BadRequest(f"{config.region[:100]!r} is no region")
-    return msgspec.structs.replace(config, url=url, endpoint=endpoint)
+    if config.addressing_style not in ("", *STYLES):
+        raise BadRequest(
+            f"{config.addressing_style[:100]!r} is no addressing style; there are "
+            f"{' and '.join(STYLES)}"
+        )
+    found = msgspec.structs.replace(config, url=url, endpoint=endpoint)
+    if endpoint and config.addressing_style == "virtual":
+        _with_bucket(found)
+    return found
+
+
+def _with_bucket(config: RemoteConfig) -> str:
+    """Return the endpoint with the bucket in its host. Raises BadRequest for a host by number."""
+    parts = urlsplit(config.endpoint)
+    with suppress(ValueError):
+        ip_address(parts.hostname or "")
+        raise BadRequest(
+            "a server that is named by its number has no names for buckets below it",
+            where=config.endpoint,
+            hint=Option("addressing_style", "path"),
+        )
+    return parts._replace(netloc=f"{urlsplit(config.url).netloc}.{parts.netloc}").geturl()
 
 
 def checked_endpoint(url: str) -> str:
@@ -104,6 +130,9 @@ def _checked_url(url: str, schemes: Collection[str]) -> str:
         or is_strange
     ):
         hint = f"it begins with {', '.join(f'{one}://' for one in schemes)}, and has no '..'"
+        if (near := _NEARLY.match(url)) and shown != "this":
+            slashes = ":///" if near[1].lower() == "file" else "://"
+            hint = f"did you mean {near[1].lower()}{slashes}{url[near.end() :]}?"
         if ":" not in url and "file" in schemes and url.isprintable() and shown != "this":
             hint = f"the address of a directory is {Path(os.path.abspath(url)).as_uri()}"
         raise BadRequest(f"{shown} is no address of this kind", hint=hint)
@@ -140,10 +169,17 @@ def is_read_only(url: str) -> bool:
     return is_web(url) or url.startswith(bundle.SCHEME)
 
 
-def opened(config: RemoteConfig, endpoints: Collection[str], token: str = "") -> Objects:
+def opened(
+    config: RemoteConfig,
+    endpoints: Collection[str],
+    token: str = "",
+    s3_credentials: Callable[[], Any] | None = None,
+) -> Objects:
     """Open a remote's objects.  Raises BadRequest, Conflict, Unavailable.
 
     endpoints: servers that the user trusts with credentials. token: for web servers.
+    s3_credentials: a credential provider of obstore for S3, asked first here, so that what it
+    raises is raised; None: obstore looks for them.
     """
     config = checked(config)
     if config.url.startswith(bundle.SCHEME):
@@ -164,6 +200,14 @@ def opened(config: RemoteConfig, endpoints: Collection[str], token: str = "") ->
         options["base_url" if config.url.startswith("gs:") else "endpoint"] = config.endpoint
     if config.region:
         options["region"] = config.region
+    if config.addressing_style:
+        options["virtual_hosted_style_request"] = config.addressing_style == "virtual"
+        if config.endpoint and config.addressing_style == "virtual":
+            options["endpoint"] = _with_bucket(config)
+    if s3_credentials is not None and config.url.startswith("s3:"):
+        # obstore would make an error of its own of what this raises.
+        s3_credentials()
+        options["credential_provider"] = s3_credentials
     return bucket.connect(config.url, options)
 
 

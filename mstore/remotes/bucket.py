@@ -2,8 +2,8 @@
 
 Owns how obstore is called, and what its errors mean. Requests are tried again by obstore, within
 limits set here. obstore takes credentials from the environment, from the machine's role, and at
-Google from gcloud's file; it reads no profiles of AWS. They stay in obstore: no error, report or
-file of mstore has them.
+Google from gcloud's file; it reads no profiles of AWS: a caller may give what does. They stay
+there: no error, report or file of mstore has them.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _BEYOND: Final = re.compile(r"status code: 416|StartTooLarge|value: \"bytes \d+-
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _CREDENTIALS: Final = re.compile(r"token request|//169\.254\.|credential|Access Key", re.IGNORECASE)
 _SOURCES: Final = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; `aws configure export-credentials` "
-    "prints those of a profile",
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a profile or `aws sso login`: "
+    "pip install boto3",
     "gs": "gcloud auth application-default login, or set GOOGLE_SERVICE_ACCOUNT to a key's file",
     "az": "set AZURE_STORAGE_ACCOUNT_KEY; after `az login`, AZURE_USE_AZURE_CLI=true",
 }
@@ -350,6 +350,12 @@ def _failure(error: BaseException, where: str, denied: Text) -> MstoreError:
         return Overtaken("the object is not what it was", where=where)
     if isinstance(error, known.NotSupportedError | NotImplementedError) or number == "501":
         return _Unable("the server cannot do this", where=where)
+    if "External AWS credential provider" in text:
+        return Unavailable(
+            "the credentials cannot be renewed",
+            where=where,
+            hint="log in again, as with `aws sso login`, and run it again",
+        )
     # obstore's own words for a refusal speak of credentials, which are there.
     is_refused = isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError)
     if not is_refused and _CREDENTIALS.search(text.partition("Server returned")[0]):

@@ -67,7 +67,9 @@ class Bundle(ReadOnly):
         try:
             self._descriptor = fs.open_file(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise Absent("there is no such bundle", where=str(path)) from error
+            raise Absent(
+                "there is no such bundle", where=str(path), hint="check the path"
+            ) from error
         except OSError as error:
             raise fs.unread(error, path) from error
         try:

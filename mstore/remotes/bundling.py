@@ -56,7 +56,7 @@ def write_bundle(
     try:
         target = NewBundle(path)
         try:
-            push = Push(
+            done = Push(
                 catalog,
                 Remote(_NAME, target, lease.directory),
                 names,
@@ -64,20 +64,18 @@ def write_bundle(
                 outgoing=statistics,
                 jobs=1,
                 progress=progress,
-            )
-            done = push.run(dry_run=False)
+            ).run(dry_run=False)
             target.finish()
         except BaseException:
             target.abandon()
             raise
     finally:
         lease.release()
-    needs = push.needs
     return BundleReport(
         path=str(path),
         refs=tuple(one.name for one in done.moved),
-        snapshots=len(needs.snapshots),
-        without_contents=tuple(id for id in needs.snapshots if id not in needs.whole),
+        snapshots=done.snapshots,
+        without_contents=done.without_contents,
         blocks=done.blocks,
         bytes=target.file_size,
         seconds=time.monotonic() - began,

@@ -100,9 +100,14 @@ class RemoteCheck:
         for _ in self._remote.attempts():
             self._found.clear()
             self._read = 0
-            report = self._remote.with_state(
-                lambda state: self._checked(state, read_data=read_data, began=began)
-            )
+            try:
+                report = self._remote.with_state(
+                    lambda state: self._checked(state, read_data=read_data, began=began)
+                )
+            except Corrupt as error:
+                # Nothing else says what the remote has.
+                error.advise("put this object back, from an older version or a copy of it")
+                raise
             # What is missing may be what a gc has removed since.
             if not report.problems or self._remote.state().root.generation == report.generation:
                 break

@@ -65,7 +65,7 @@ def copy_refs(
         try:
             with closing(StoreRemote(catalog, f"copy to {destination}")) as objects:
                 remote = Remote("source", objects, lease.directory)
-                fetch = Fetch(
+                done = Fetch(
                     other,
                     remote,
                     chosen,
@@ -74,8 +74,7 @@ def copy_refs(
                     signers=signers,
                     jobs=jobs,
                     progress=progress,
-                )
-                done = fetch.run()
+                ).run()
         except Corrupt as error:
             error.advise(call("fsck", read_data=True))
             raise
@@ -86,7 +85,7 @@ def copy_refs(
         moved=done.moved,
         diverged=done.diverged,
         snapshots=done.snapshots,
-        without_contents=tuple(fetch.only_records),
+        without_contents=done.without_contents,
         blocks=done.blocks,
         bytes_copied=done.bytes_received,
         seconds=time.monotonic() - began,

@@ -59,6 +59,8 @@ class FetchReport(Report, frozen=True):
     """branches that a pull left, because both sides have commits that the other has not"""
     snapshots: int
     """snapshots that are new here"""
+    without_contents: tuple[SnapshotId, ...]
+    """those of which only records came: ancestors, whose contents were left out"""
     blocks: int
     """blocks that are new here"""
     bytes_received: int
@@ -95,8 +97,7 @@ class Fetch:
     """One fetch, or one pull.
 
     tracks: whether refs below remotes/ say what is there. signers: names of trusted public keys.
-    only_records: new snapshots whose contents did not come. statistics: takes those of the remote.
-    lazy: bring records, and no weights.
+    statistics: takes those of the remote. lazy: bring records, and no weights.
     """
 
     def __init__(
@@ -116,7 +117,6 @@ class Fetch:
     ) -> None:
         self._statistics = statistics
         self._lazy = lazy
-        self.only_records: list[SnapshotId] = []
         self._catalog = catalog
         self._remote = remote
         self._names = names
@@ -129,7 +129,7 @@ class Fetch:
         self._progress = progress
         self._received = 0
         self._blocks = 0
-        self._snapshots = 0
+        self._new: list[SnapshotId] = []
 
     def run(self) -> FetchReport:
         """Fetch. Raises Corrupt for what does not match its id, Unavailable; then nothing moved.
@@ -169,7 +169,8 @@ class Fetch:
             fetched=tuple(fetched),
             moved=tuple(moved),
             diverged=tuple(diverged),
-            snapshots=self._snapshots,
+            snapshots=len(self._new),
+            without_contents=tuple(id for id in self._new if id not in self.needs.whole),
             blocks=self._blocks,
             bytes_received=self._received,
             generation=state.root.generation,
@@ -429,8 +430,7 @@ class Fetch:
         new = [id for id in needs.snapshots if not LocalRecords(self._catalog).is_known(id)]
         parents = {p.snapshot_id() for id in new for p in needs.snapshots[id].parents}
         lost = {id for id in parents if not source.is_known(id)}
-        self._snapshots = len(new)
-        self.only_records = [id for id in new if id not in needs.whole]
+        self._new = new
         named = {move.new.snapshot for move in moves if move.new is not None}
 
         called = self._called(wanted)

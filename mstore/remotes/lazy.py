@@ -57,8 +57,8 @@ class _Span(msgspec.Struct):
     left: int
     data: Future[Buffer]
 
-    def has(self, offset: int, length: int) -> bool:
-        return self.start <= offset and offset + length <= self.end
+    def has(self, pack: PackId, offset: int, length: int) -> bool:
+        return self.pack == pack and self.start <= offset and offset + length <= self.end
 
 
 class _Source:
@@ -208,9 +208,7 @@ class RemoteBlocks(Elsewhere):
                 self._pool, self._process = ThreadPoolExecutor(JOBS, "bring"), os.getpid()
                 self._spans.clear()
                 self._held = 0
-            if any(
-                one.pack == pack and one.has(start, end - start) for one in self._spans.values()
-            ):
+            if self._span_of(pack, start, end - start) is not None:
                 return
             if not self._make_room(end - start):
                 return
@@ -229,6 +227,10 @@ class RemoteBlocks(Elsewhere):
                 self._drop(number)
         return self._held + size <= _AHEAD_BYTES
 
+    def _span_of(self, pack: PackId, offset: int, length: int) -> int | None:
+        found = (number for number, one in self._spans.items() if one.has(pack, offset, length))
+        return next(found, None)
+
     def _drop(self, number: int) -> None:
         span = self._spans.pop(number, None)
         if span is not None:
@@ -239,11 +241,10 @@ class RemoteBlocks(Elsewhere):
         with self._lock:
             if self._process != os.getpid():
                 return None
-            for number, span in self._spans.items():
-                if span.pack == pack and span.has(offset, length):
-                    break
-            else:
+            number = self._span_of(pack, offset, length)
+            if number is None:
                 return None
+            span = self._spans[number]
         try:
             data = memoryview(span.data.result()).cast("B")
         except (MstoreError, CancelledError):

@@ -15,6 +15,7 @@ from mstore.remotes.objects import PIECE_BYTES, Listed, Objects, RootStamp
 from mstore.store.ahead import in_groups
 from mstore.terms.errors import BadRequest, Interrupted
 from mstore.terms.ids import Buffer
+from mstore.terms.phrases import Text
 
 _LEAST_READ: Final = 64 << 10
 """Bytes of a request: below that, most of the time is answers."""
@@ -118,6 +119,9 @@ class LimitedObjects(Objects):
 
     def require_writable(self) -> None:
         self._objects.require_writable()
+
+    def how_to_begin(self, name: str) -> Text:
+        return self._objects.how_to_begin(name)
 
     def wake(self) -> None:
         self._limit.end()

@@ -11,7 +11,7 @@ come from is the source's: the store, for a push; the remote, and the store, for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -203,13 +203,23 @@ def _batches(ids: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
 
 def is_ancestor(source: RecordSource, old: SnapshotId, news: Collection[SnapshotId]) -> bool:
     """Return whether a snapshot is one of others, or an ancestor of one, over any parent role."""
+    return any(old in some for some in _generations(source, news))
+
+
+def lineage(source: RecordSource, head: SnapshotId) -> set[SnapshotId]:
+    """Return a snapshot and its ancestors over any parent role, as far as the source has them."""
+    return {id for some in _generations(source, [head]) for id in some}
+
+
+def _generations(
+    source: RecordSource, heads: Collection[SnapshotId]
+) -> Iterator[Collection[SnapshotId]]:
+    """Yield snapshots, then their parents, then theirs, each id once."""
     seen: set[SnapshotId] = set()
-    waiting = list(news)
+    waiting = list(heads)
     while waiting:
-        if old in waiting:
-            return True
+        yield waiting
         seen.update(waiting)
         known = [id for id in waiting if source.is_known(id)]
         parents = (p.snapshot_id() for r in source.load(SnapshotRecord, known) for p in r.parents)
         waiting = [id for id in dict.fromkeys(parents) if id not in seen]
-    return False

@@ -18,6 +18,7 @@ import msgspec
 
 from mstore.terms.errors import Conflict, Corrupt, Incompatible, NotFound
 from mstore.terms.ids import Buffer
+from mstore.terms.phrases import Text, call, phrase
 
 ROOT: Final = "mstore-remote"
 PROBE: Final = "probe/"
@@ -117,6 +118,12 @@ class Objects(ABC):
     def require_writable(self) -> None:  # noqa: B027 -- most places can be written
         """Raise Incompatible if nothing can be put here, whoever asks."""
 
+    def how_to_begin(self, name: str) -> Text:
+        """Return what to do where there is no remote yet, which a store knows by this name."""
+        return phrase(
+            "check the address; {push} makes a remote", push=call("push", name, every=True)
+        )
+
     def put_bytes(self, name: str, data: bytes) -> None:
         """Put an object."""
         self.put(name, len(data), [data])
@@ -137,6 +144,9 @@ class ReadOnly(Objects):
             where=self.where,
             hint="use object storage or a shared directory for that",
         )
+
+    def how_to_begin(self, name: str) -> Text:
+        return "check the address"
 
     def swap_root(self, data: bytes, before: RootStamp | None) -> NoReturn:
         self.require_writable()

@@ -80,6 +80,8 @@ class PushReport(Report, frozen=True):
     """refs that moved at the remote"""
     snapshots: int
     """snapshots that are new there"""
+    without_contents: tuple[SnapshotId, ...]
+    """those of which only records went: ancestors, whose contents were left out"""
     blocks: int
     """blocks that were sent"""
     packs: int
@@ -105,8 +107,8 @@ class _Sent(msgspec.Struct, frozen=True):
 class Push:
     """One push.
 
-    needs: what the refs need. tracks: whether refs below remotes/ say what is there afterwards.
-    outgoing: statistics that go along.
+    tracks: whether refs below remotes/ say what is there afterwards. outgoing: statistics that go
+    along.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class Push:
             if name in self._refs:
                 raise BadRequest("cannot be pushed and deleted at once", where=name)
         self._with_contents = contents_of_ancestors
-        self.needs = Needs()
+        self._needs = Needs()
         self._sent: dict[PackId, _Sent] = {}
         self._at: dict[Key, tuple[PackId, bytes]] = {}
         self._used: dict[Key, PackId] = {}
@@ -153,7 +155,7 @@ class Push:
         named = [ref.snapshot_id() for ref in self._refs.values()]
         with _lease(self._catalog, self._remote), contents.held(self._catalog, named):
             wanted = whole(self._source, named, ancestors=self._with_contents)
-            self.needs = gather(self._source, named, wanted)
+            self._needs = gather(self._source, named, wanted)
             state = self._state()
             self._take_up(state)
             for _ in self._remote.attempts():
@@ -176,12 +178,14 @@ class Push:
             self._forget_sent()
             if self._tracks and may_write(self._catalog):
                 self._follow()
+        new = changes.rows["snapshots"].values()
         return PushReport(
             remote=self._remote.name,
             url=self._remote.where,
             dry_run=dry_run,
             moved=tuple(moved),
-            snapshots=len(changes.rows["snapshots"]),
+            snapshots=len(new),
+            without_contents=tuple(SnapshotId(row.id) for row in new if not row.is_whole),
             blocks=self._blocks,
             packs=self._packs,
             bytes_sent=self._bytes,
@@ -372,14 +376,14 @@ class Push:
                     bases[base] = None
             return missing
 
-        for key, at in self._located(Kind.BLOCK, look(Kind.BLOCK, list(self.needs.blocks))):
+        for key, at in self._located(Kind.BLOCK, look(Kind.BLOCK, list(self._needs.blocks))):
             lacking[key] = at
             if at.base != NO_BASE:
                 bases[at.base] = None
         # A base must be at the remote in a form that needs none itself.
         more = look(Kind.BLOCK, list(bases), as_bases=True)
         lacking.update(self._located(Kind.BLOCK, more))
-        for kind, ids in self.needs.by_kind().items():
+        for kind, ids in self._needs.by_kind().items():
             if kind != Kind.BLOCK:
                 lacking.update(self._located(kind, look(kind, ids)))
         order = list(laid_out(lacking.items()))
@@ -431,8 +435,11 @@ class Push:
             with lock:
                 tick(more)
 
-        def stop(_: Sequence[Outgoing]) -> None:
+        def stop(left: Sequence[Outgoing]) -> None:
             stopped.set()
+            if left:
+                # Those that wait for their turn end, too: the work has failed.
+                self._remote.objects.wake()
 
         def put(one: Outgoing) -> None:
             self._put(one, max(1, min(self._jobs, MOST_JOBS) // count), told)
@@ -459,15 +466,15 @@ class Push:
         """Add the rows of packs, snapshots and notes."""
         needed = set(used.values())
         self._pack_rows(state, changes, needed)
-        for id in self.needs.snapshots:
+        for id in self._needs.snapshots:
             pack = used[Kind.SNAPSHOT, id]
-            is_whole = id in self.needs.whole
+            is_whole = id in self._needs.whole
             row = state.snapshot(id)
             home = None if row is None else state.packs().get(row.pack)
             if row is None or home is None or not home.is_there or is_whole > row.is_whole:
                 changes.put("snapshots", SnapshotRow(bytes(id), bytes(pack), is_whole))
         known = state.rows("notes")
-        for snapshot, note in self.needs.notes:
+        for snapshot, note in self._needs.notes:
             told = known.get(snapshot + note)
             home = None if told is None else state.packs().get(told.pack)
             if home is None or not home.is_there:
@@ -517,7 +524,7 @@ class Push:
     ) -> None:
         """Put statistics of the snapshots that go with contents, where the remote has none."""
         known = state.rows("statistics")
-        lacking = [id for id in self.needs.snapshots if id in self.needs.whole - known.keys()]
+        lacking = [id for id in self._needs.snapshots if id in self._needs.whole - known.keys()]
         if self._statistics is None or not lacking:
             return
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,15 +21,16 @@ from mstore.remotes import address
 from mstore.remotes.fetch import Fetch
 from mstore.remotes.layout import read_root
 from mstore.remotes.limited import limited
+from mstore.remotes.needs import LocalRecords, lineage
 from mstore.remotes.objects import Absent, Objects
 from mstore.remotes.state import Remote, RemoteState
 from mstore.remotes.tracking import may_write
-from mstore.store import listing, refs
+from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.config import RemoteConfig
 from mstore.store.refs import refs_in
 from mstore.store.transaction import RefMove, choose_moves
-from mstore.terms.errors import BadRequest, Conflict, NotFound, did_you_mean
+from mstore.terms.errors import BadRequest, Conflict, Corrupt, NotFound, did_you_mean
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, Report
@@ -52,6 +53,8 @@ class RemoteReport(Report, frozen=True):
     """the server, where the provider's own is not meant; else empty"""
     region: str
     """the region; else empty"""
+    addressing_style: str
+    """where requests name the bucket, path or virtual; empty: as the environment says"""
 
 
 class RemoteRef(Report, frozen=True):
@@ -65,6 +68,12 @@ class RemoteRef(Report, frozen=True):
     """the snapshot's id"""
     is_here: bool
     """whether this store has the snapshot"""
+    local: SnapshotId | None
+    """where the branch or tag of this name points here; null if there is none"""
+    ahead: int | None
+    """snapshots that its history here has and the remote's lacks; null where one is not here"""
+    behind: int | None
+    """snapshots that its history at the remote has and the one here lacks; null likewise"""
 
 
 class RemoteContents(Report, frozen=True):
@@ -93,7 +102,7 @@ class RemoteContents(Report, frozen=True):
 
 
 def _report(config: RemoteConfig) -> RemoteReport:
-    return RemoteReport(config.name, config.url, config.endpoint, config.region)
+    return RemoteReport(**msgspec.structs.asdict(config))
 
 
 def listed(catalog: Catalog) -> list[RemoteReport]:
@@ -133,13 +142,11 @@ def blocks_of(
     return RemoteBlocks([(name, _directory(catalog, name)) for name in lazy], opens, cache)
 
 
-def add(
-    catalog: Catalog, name: str, url: str, *, endpoint: str = "", region: str = ""
-) -> RemoteReport:
+def add(catalog: Catalog, config: RemoteConfig) -> RemoteReport:
     """Give a name to a remote."""
-    config = address.checked(RemoteConfig(name, url, endpoint, region))
-    if any(one.name == name for one in catalog.config.remotes):
-        raise _taken(name)
+    config = address.checked(config)
+    if any(one.name == config.name for one in catalog.config.remotes):
+        raise _taken(config.name)
     catalog.set_remotes((*catalog.config.remotes, config))
     return _report(config)
 
@@ -206,18 +213,24 @@ def opened(
     limit_rate: int | None = None,
     *,
     token: str = "",
+    s3_credentials: Callable[[], Any] | None = None,
 ) -> Iterator[Remote]:
     """Open a remote; limit_rate: bytes a second. Raises NotFound, and as `address.opened`.
 
     Who may not write the store keeps what is known of the remote only until this ends.
     """
     with ExitStack() as stack:
-        objects = address.opened(find(catalog, name), endpoints, token)
+        objects = address.opened(find(catalog, name), endpoints, token, s3_credentials)
         objects = stack.enter_context(closing(limited(objects, limit_rate)))
         directory = _directory(catalog, name)
         if not may_write(catalog):
             directory = stack.enter_context(fs.scratch())
-        yield Remote(name, objects, directory)
+        try:
+            yield Remote(name, objects, directory)
+        except (Absent, Corrupt) as error:
+            if error.hint is None and (error.where or "").startswith(objects.where):
+                error.advise(call("remote_fsck", name))
+            raise
 
 
 def contents(catalog: Catalog, remote: Remote) -> RemoteContents:
@@ -229,17 +242,13 @@ def contents(catalog: Catalog, remote: Remote) -> RemoteContents:
 def _contents(catalog: Catalog, remote: Remote, state: RemoteState) -> RemoteContents:
     packs = [row for row in state.packs().values() if row.is_there]
     snapshots = state.rows("snapshots").values()
-    with catalog.index.env.read() as transaction:
-        named = tuple(
-            RemoteRef(
-                row.name,
-                row.kind,
-                SnapshotId(row.snapshot),
-                listing.is_listed(catalog.index, transaction, SnapshotId(row.snapshot)),
-            )
-            for row in state.refs().values()
-            if row.snapshot is not None
-        )
+    own = {name: ref.snapshot_id() for name, ref in catalog.refs().items()}
+    source = LocalRecords(catalog)
+    named = tuple(
+        _ref(source, row.name, row.kind, SnapshotId(row.snapshot), own.get(row.name))
+        for row in state.refs().values()
+        if row.snapshot is not None
+    )
     remote.remember(state)
     return RemoteContents(
         name=remote.name,
@@ -253,6 +262,18 @@ def _contents(catalog: Catalog, remote: Remote, state: RemoteState) -> RemoteCon
         packs=len(packs),
         bytes=sum(row.size for row in packs),
     )
+
+
+def _ref(
+    source: LocalRecords, name: str, kind: str, there: SnapshotId, local: SnapshotId | None
+) -> RemoteRef:
+    is_here = source.is_known(there)
+    if local is None or not is_here:
+        return RemoteRef(name, kind, there, is_here, local, None, None)
+    if local == there:
+        return RemoteRef(name, kind, there, is_here, local, 0, 0)
+    own, other = lineage(source, local), lineage(source, there)
+    return RemoteRef(name, kind, there, is_here, local, len(own - other), len(other - own))
 
 
 def chosen_to_push(
@@ -278,21 +299,20 @@ def chosen_to_push(
 
 
 def clone(
-    url: str,
+    config: RemoteConfig,
     destination: Path,
     *,
-    endpoint: str,
-    region: str,
     token: str,
-    lazy: bool,
+    s3_credentials: Callable[[], Any] | None,
     jobs: int,
     limit_rate: int | None,
     progress: ProgressCallback | None,
 ) -> CloneReport:
     """Make a store with all that a remote has; see `Store.clone`."""
     began = time.monotonic()
-    config = address.checked(RemoteConfig(ORIGIN, url, endpoint, region, lazy))
-    objects = address.opened(config, {config.endpoint, address.web_server(config.url)}, token)
+    config = address.checked(config)
+    trusted = {config.endpoint, address.web_server(config.url)}
+    objects = address.opened(config, trusted, token, s3_credentials)
     with closing(limited(objects, limit_rate)) as objects:
         size = _block_size(objects)
         fs.require_empty(destination)
@@ -307,12 +327,16 @@ def clone(
                         (),
                         pulls=True,
                         statistics=statistics,
-                        lazy=lazy,
+                        lazy=config.lazy,
                         jobs=jobs,
                         progress=progress,
                     ).run()
-            except BaseException:
+            except BaseException as error:
                 fs.remove_tree(catalog.layout.root)
+                if isinstance(error, Absent | Corrupt):
+                    # This store is gone, and with it the name of the remote.
+                    check = call("remote_fsck", "NAME", store="STORE")
+                    error.advise(phrase("where the remote has a name: {check}", check=check))
                 raise
             with catalog.index.env.read() as transaction:
                 return CloneReport(
@@ -321,6 +345,7 @@ def clone(
                     source=config.url,
                     refs=len(report.moved),
                     snapshots=report.snapshots,
+                    without_contents=report.without_contents,
                     packs=catalog.index.count(transaction, "packs"),
                     bytes_copied=report.bytes_received,
                     seconds=time.monotonic() - began,
@@ -334,9 +359,7 @@ def _block_size(objects: Objects) -> int:
         raise Absent(
             "there is no remote",
             where=objects.where,
-            hint=phrase(
-                "check the address; {push} makes a remote", push=call("push", "NAME", every=True)
-            ),
+            hint=objects.how_to_begin("NAME"),
         ) from error
     assert got is not None
     return read_root(got[0], objects.where).block_size

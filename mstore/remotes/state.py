@@ -38,7 +38,7 @@ from mstore.remotes.objects import (
 )
 from mstore.terms.errors import Conflict, Corrupt, StorageFailed
 from mstore.terms.ids import SnapshotId
-from mstore.terms.phrases import call, phrase
+from mstore.terms.phrases import call
 
 T = TypeVar("T")
 _ATTEMPTS: Final = 50
@@ -157,10 +157,7 @@ class Remote:
             raise Absent(
                 "there is no remote" if saved is None else "the remote is gone",
                 where=self.where,
-                hint=phrase(
-                    "check the address; {push} makes a remote",
-                    push=call("push", self.name, every=True),
-                ),
+                hint=self.objects.how_to_begin(self.name),
             ) from error
         if got is None:
             assert saved is not None

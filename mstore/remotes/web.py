@@ -48,6 +48,12 @@ class Web(ReadOnly, Bucket):
             options["client_options"] = {**CLIENT, "default_headers": given}
         super().__init__(store_of(url, options), url, denied)
 
+    def how_to_begin(self, name: str) -> Text:
+        """Name the address at which a served store is a remote, where this is another one."""
+        if self.where.endswith("/remote"):
+            return "check the address"
+        return f"a served store is a remote at {self.where}/remote"
+
     def names(self, below: str) -> NoReturn:
         """Raise Incompatible: HTTP has no listing."""
         raise Incompatible(

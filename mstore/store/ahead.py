@@ -74,7 +74,12 @@ def _first(
             pass
     # Remove it from the queue first: if it failed, there is nothing left to wait for.
     item, future = waiting.popleft()
-    return item, future.result()
+    try:
+        return item, future.result()
+    finally:
+        # Ctrl-C ends the waiting, and not the work.
+        if not future.done():
+            waiting.appendleft((item, future))
 
 
 def _help(waiting: deque[tuple[Item, Future[Result]]], helping: Callable[[Item], Result]) -> bool:

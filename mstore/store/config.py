@@ -11,6 +11,7 @@
     endpoint = ""        the server, where the provider's own is not meant
     region = ""
     lazy = false         whether only records are fetched, and blocks come when something reads them
+    addressing_style = ""    path or virtual: where requests name the bucket, at S3
 
 Owns the keys, their allowed values, and the file. Missing keys have their default; so have all keys
 if there is no file. A key or value that this version does not know is an error: no setting is
@@ -51,18 +52,15 @@ class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
     endpoint: str = ""
     region: str = ""
+    addressing_style: str = ""
     lazy: bool = False
 
     def text(self) -> str:
         """Return its table in the file."""
-        given = {
-            "url": self.url,
-            "endpoint": self.endpoint,
-            "region": self.region,
-            "lazy": self.lazy,
-        }
+        given = msgspec.structs.asdict(self)
+        name = given.pop("name")
         lines = [f"{key} = {json.dumps(value)}\n" for key, value in given.items() if value]
-        return f"\n[remote.{json.dumps(self.name)}]\n" + "".join(lines)
+        return f"\n[remote.{json.dumps(name)}]\n" + "".join(lines)
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -169,7 +167,7 @@ def _remotes(given: object) -> tuple[RemoteConfig, ...]:
     """Parse the tables of remotes.  What an address may be is for `mstore.remotes.address`."""
     try:
         tables = msgspec.convert(given, dict[str, dict[str, str | bool]])
-        named = ({"name": name} | table for name, table in tables.items())
+        named = ({**table, "name": name} for name, table in tables.items())
         return tuple(msgspec.convert(one, RemoteConfig, strict=True) for one in named)
     except (msgspec.ValidationError, TypeError) as error:
         raise BadRequest(f"the settings of a remote: {error}") from error

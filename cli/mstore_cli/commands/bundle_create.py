@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.exchange import left_out
 from mstore_cli.options import Argument
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
-from mstore_cli.sizes import counted, format_seconds, format_size
+from mstore_cli.sizes import format_seconds, format_size
 
 if TYPE_CHECKING:
     from mstore.api.reports import BundleReport
@@ -53,15 +54,10 @@ def _show(screen: Screen, report: BundleReport) -> None:
     screen.fields(
         [
             ("snapshots", report.snapshots),
-            ("left out", left_out(len(report.without_contents))),
+            ("left out", left_out(report.without_contents)),
             ("blocks", report.blocks),
             ("size", format_size(report.bytes)),
             ("time", format_seconds(report.seconds)),
         ]
     )
     screen.command("to make a store of it", f"mstore clone bundle:{report.path} DIR")
-
-
-def left_out(ancestors: int) -> str | None:
-    """Return what is left out of ancestors; None for nothing."""
-    return f"the contents of {counted(ancestors, 'ancestor')}" if ancestors else None

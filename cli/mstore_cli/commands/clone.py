@@ -6,12 +6,13 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-from mstore_cli import completion
+from mstore_cli import aws, completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
-from mstore_cli.exchange import rate_of
+from mstore_cli.exchange import left_out, rate_of
 from mstore_cli.options import (
     JOBS,
+    AddressingStyle,
     Argument,
     Endpoint,
     Jobs,
@@ -52,6 +53,7 @@ def clone(
     threads: Threads = None,
     endpoint: Endpoint = None,
     region: Region = None,
+    addressing_style: AddressingStyle = None,
     jobs: Jobs = JOBS,
     limit_rate: LimitRate = None,
 ) -> None:
@@ -62,8 +64,8 @@ def clone(
     every block is checked. Statistics, the memo table and remotes are not copied.
 
     From the address of a remote come its branches, its tags and what they need. The new store knows
-    the remote as origin. --endpoint, --region, --jobs and --limit-rate are for that. A web server
-    gets the token in the variable MSTORE_TOKEN, if you have one.
+    the remote as origin. --endpoint, --region, --addressing-style, --jobs and --limit-rate are for
+    that. A web server gets the token in the variable MSTORE_TOKEN, if you have one.
     """
     given = session.given_store
     if given is not None and given.absolute() != Path(source).absolute():
@@ -77,7 +79,9 @@ def clone(
             destination,
             endpoint=endpoint or "",
             region=region or "",
+            addressing_style=addressing_style or "",
             token=token(),
+            s3_credentials=aws.credentials(),
             threads=threads,
             jobs=jobs,
             limit_rate=rate_of(limit_rate),
@@ -93,6 +97,7 @@ def clone(
                 ("uuid", report.uuid),
                 ("refs", report.refs),
                 ("snapshots", report.snapshots),
+                ("left out", left_out(report.without_contents)),
                 (
                     "copied",
                     f"{counted(report.packs, 'pack')}, {format_size(report.bytes_copied)}",

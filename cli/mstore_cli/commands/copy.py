@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.commands.bundle_create import left_out
 from mstore_cli.errors import FAILURE, Ended
-from mstore_cli.exchange import show_moved
+from mstore_cli.exchange import left_out, show_moved
 from mstore_cli.options import JOBS, Argument, Jobs
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
@@ -74,7 +73,7 @@ def _show(screen: Screen, report: CopyReport) -> None:
     screen.fields(
         [
             ("snapshots", report.snapshots),
-            ("left out", left_out(len(report.without_contents))),
+            ("left out", left_out(report.without_contents)),
             ("blocks", report.blocks),
             ("size", format_size(report.bytes_copied)),
             ("time", format_seconds(report.seconds)),

@@ -5,8 +5,19 @@ from __future__ import annotations
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.exchange import rate_of, resumable, show_fetched, signed, signers_for
-from mstore_cli.options import JOBS, Jobs, LimitRate, Option, Remote, RemoteRefs
+from mstore_cli.exchange import (
+    rate_of,
+    remote_for,
+    removed_there,
+    require_names,
+    resumable,
+    show_fetched,
+    show_removed,
+    signed,
+    signers_for,
+)
+from mstore_cli.options import JOBS, Jobs, LimitRate, MaybeRemote, Option, RemoteRefs
+from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.signers import SignersOption
 
@@ -18,7 +29,7 @@ from mstore_cli.signers import SignersOption
 )
 def fetch(
     session: Session,
-    name: Remote,
+    name: MaybeRemote = None,
     refs: RemoteRefs = (),
     ancestors: Annotated[
         bool, Option("--ancestors", help="Also get contents of ancestors that the remote has.")
@@ -30,14 +41,17 @@ def fetch(
     """Get what the refs of a remote need, and move no branch.
 
     The refs below remotes/NAME/ move, and `mstore pull` also moves branches. REMOTE/REF names what
-    came, as in `mstore diff llama origin/llama`. Without REF all refs come, and those that the
-    remote removed are removed here, too. Every block is checked before it is published.
+    came, as in `mstore diff llama origin/llama`. Without REF all refs come; those below
+    remotes/NAME/ that the remote removed go, and your branches stay. Every block is checked before
+    it is published.
 
     An interrupted fetch goes on when it is run again.
     """
     with session.open_to_exchange() as store, session.progress() as tick, resumable():
+        remote = remote_for(store, "fetch", name)
+        require_names("fetch", remote, refs)
         report = store.fetch(
-            name,
+            remote,
             refs,
             ancestors=ancestors,
             signers=signers_for(store, signers),
@@ -47,8 +61,10 @@ def fetch(
         )
         session.settled()
         signatures = signed(store, report.fetched, signers)
-    session.output.emit(
-        report,
-        ids=[one.name for one in report.fetched],
-        human=lambda screen: show_fetched(screen, report, signatures),
-    )
+        removed = removed_there(store, report)
+
+    def human(screen: Screen) -> None:
+        show_fetched(screen, report, signatures)
+        show_removed(screen, remote, removed)
+
+    session.output.emit(report, ids=[one.name for one in report.fetched], human=human)

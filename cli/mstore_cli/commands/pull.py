@@ -6,8 +6,18 @@ from typing import Annotated
 
 from mstore_cli.command import command
 from mstore_cli.errors import FAILURE, Ended
-from mstore_cli.exchange import rate_of, resumable, show_fetched, signed, signers_for
-from mstore_cli.options import JOBS, Jobs, LimitRate, Option, Remote, RemoteRefs
+from mstore_cli.exchange import (
+    rate_of,
+    remote_for,
+    removed_there,
+    require_names,
+    resumable,
+    show_fetched,
+    show_removed,
+    signed,
+    signers_for,
+)
+from mstore_cli.options import JOBS, Jobs, LimitRate, MaybeRemote, Option, RemoteRefs
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.signers import SignersOption
@@ -20,7 +30,7 @@ from mstore_cli.signers import SignersOption
 )
 def pull(
     session: Session,
-    name: Remote,
+    name: MaybeRemote = None,
     refs: RemoteRefs = (),
     ancestors: Annotated[
         bool, Option("--ancestors", help="Also get contents of ancestors that the remote has.")
@@ -34,11 +44,14 @@ def pull(
     A branch moves if its place here is an ancestor of its place there; a branch or tag that this
     store lacks is made. A branch with commits that the remote lacks stays. If the remote's has
     others, too, the two have diverged: it stays as well, the command says what you can do, and ends
-    with status 1. Nothing is merged: `mstore merge` merges models.
+    with status 1. A branch that the remote removed stays, and the command says so. Nothing is
+    merged: `mstore merge` merges models.
     """
     with session.open_to_exchange() as store, session.progress() as tick, resumable():
+        remote = remote_for(store, "pull", name)
+        require_names("pull", remote, refs)
         report = store.pull(
-            name,
+            remote,
             refs,
             ancestors=ancestors,
             signers=signers_for(store, signers),
@@ -48,13 +61,15 @@ def pull(
         )
         session.settled()
         signatures = signed(store, (*report.fetched, *report.moved), signers)
+        removed = removed_there(store, report)
         kinds = {one.name: one.kind for one in store.refs()} if report.diverged else {}
-    session.warn_if_quiet(f"{one} diverged from {name}'s, and stays" for one in report.diverged)
+    session.warn_if_quiet(f"{one} diverged from {remote}'s, and stays" for one in report.diverged)
 
     def human(screen: Screen) -> None:
         show_fetched(screen, report, signatures)
         for one in report.diverged:
-            _show_diverged(screen, name, one, kinds.get(one))
+            _show_diverged(screen, remote, one, kinds.get(one))
+        show_removed(screen, remote, removed)
 
     session.output.emit(report, ids=[one.name for one in report.moved], human=human)
     if report.diverged:

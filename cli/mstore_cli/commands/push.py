@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
-from mstore_cli.exchange import rate_of, resumable, show_moved
-from mstore_cli.options import JOBS, Argument, Jobs, LimitRate, Option, Remote
+from mstore_cli.exchange import (
+    left_out,
+    rate_of,
+    remote_for,
+    require_names,
+    resumable,
+    show_moved,
+)
+from mstore_cli.options import JOBS, Argument, Jobs, LimitRate, MaybeRemote, Option
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
 )
 def push(
     session: Session,
-    name: Remote,
+    name: MaybeRemote = None,
     refs: Annotated[
         tuple[str, ...],
         Argument(
@@ -73,15 +80,17 @@ def push(
     the other commits with `mstore fetch`, or replace them with --force-with-lease. Tags do not
     move. An interrupted push goes on when it is run again.
     """
-    if delete and refs:
-        options = " ".join(f"--delete {one}" for one in (*delete, *refs))
-        raise UsageError(
-            "--delete takes one name each time, and goes without refs to push",
-            hint=f"mstore push {name} {options}",
-        )
     with session.open_to_exchange() as store, session.progress() as tick, resumable():
+        remote = remote_for(store, "push", name)
+        if delete and refs:
+            options = " ".join(f"--delete {one}" for one in (*delete, *refs))
+            raise UsageError(
+                "--delete takes one name each time, and goes without refs to push",
+                hint=f"mstore push {remote} {options}",
+            )
+        require_names("push", remote, refs)
         report = store.push(
-            name,
+            remote,
             refs,
             every=every,
             ancestors=ancestors,
@@ -108,6 +117,7 @@ def _show(screen: Screen, report: PushReport) -> None:
     screen.fields(
         [
             ("snapshots", report.snapshots or None),
+            ("left out", left_out(report.without_contents)),
             ("blocks", report.blocks or None),
             ("size", _sent(report)),
             ("requests", report.requests if report.dry_run else None),

@@ -7,7 +7,11 @@ from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 
 COLUMNS = (Column("NAME", style="green"), Column("URL"))
-ENDPOINT, REGION = Column("ENDPOINT"), Column("REGION")
+MORE = {
+    "endpoint": Column("ENDPOINT"),
+    "region": Column("REGION"),
+    "addressing_style": Column("STYLE"),
+}
 
 
 @command(
@@ -29,15 +33,11 @@ def remote(session: Session) -> None:
     def human(screen: Screen) -> None:
         if not remotes:
             screen.command("no remotes; next", "mstore remote add NAME URL")
-        more = [
-            (column, getter)
-            for column, getter in ((ENDPOINT, "endpoint"), (REGION, "region"))
-            if any(getattr(one, getter) for one in remotes)
-        ]
+        more = [field for field in MORE if any(getattr(one, field) for one in remotes)]
         screen.table(
-            (*COLUMNS, *(column for column, _ in more)),
+            (*COLUMNS, *(MORE[field] for field in more)),
             (
-                (one.name, one.url, *(getattr(one, getter) or "-" for _, getter in more))
+                (one.name, one.url, *(getattr(one, field) or "-" for field in more))
                 for one in remotes
             ),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from mstore_cli.command import command
-from mstore_cli.options import Argument, Endpoint, Region
+from mstore_cli.options import AddressingStyle, Argument, Endpoint, Region
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 
@@ -27,19 +27,27 @@ def remote_add(
     ],
     endpoint: Endpoint = None,
     region: Region = None,
+    addressing_style: AddressingStyle = None,
 ) -> None:
     """Give a remote a name in this store.
 
     Nothing is sent or asked: the first `mstore push` makes the remote. Credentials come from the
-    environment, never from URL. A store's settings may be a
-    stranger's, so credentials go to the provider's own servers, and to others only if your settings
-    or your environment name them: `mstore config --user endpoints`. A web server gets the token in
-    the variable MSTORE_TOKEN, if you have one.
+    environment, never from URL; those for S3 also from your AWS profile or SSO, if boto3 is
+    installed and no variable has any. A store's settings may be a stranger's, so credentials go to
+    the provider's own servers, and to others only if your settings or your environment name them:
+    `mstore config --user endpoints`. A web server gets the token in the variable MSTORE_TOKEN, if
+    you have one.
     """
     from mstore.remotes.address import is_read_only
 
     with session.open() as store:
-        report = store.add_remote(name, url, endpoint=endpoint or "", region=region or "")
+        report = store.add_remote(
+            name,
+            url,
+            endpoint=endpoint or "",
+            region=region or "",
+            addressing_style=addressing_style or "",
+        )
         server = session.trust(report.url, report.endpoint)
         session.settled()
 

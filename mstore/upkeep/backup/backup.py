@@ -44,7 +44,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.pack_list import PackList
 from mstore.store.refs import refs_in
 from mstore.terms.errors import Conflict, Corrupt, StorageFailed
-from mstore.terms.ids import PackId
+from mstore.terms.ids import PackId, SnapshotId
 from mstore.terms.phrases import Phrase, as_phrase, call
 from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.backup import copying
@@ -309,6 +309,8 @@ class CloneReport(Report, frozen=True):
     """number of branches and tags"""
     snapshots: int
     """snapshots in it"""
+    without_contents: tuple[SnapshotId, ...]
+    """those of which only records came from a remote: ancestors, whose contents were left out"""
     packs: int
     """packs in it"""
     bytes_copied: int
@@ -375,6 +377,7 @@ class _Clone(Attempt):
                     source=str(self._catalog.layout.root),
                     refs=index.count(transaction, "refs"),
                     snapshots=index.count(transaction, "snapshots"),
+                    without_contents=(),
                     packs=len(named),
                     bytes_copied=sum(pack.size for pack in named),
                     seconds=0.0,
