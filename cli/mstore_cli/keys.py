@@ -268,6 +268,8 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "push": keys_of(reports.PushReport),
     "fetch": keys_of(reports.FetchReport),
     "pull": keys_of(reports.FetchReport),
+    "prefetch": keys_of(reports.PrefetchReport),
+    "drop": keys_of(reports.DropReport),
     "backup": keys_of(reports.BackupReport),
     "clone": keys_of(reports.CloneReport),
     "copy": keys_of(reports.CopyReport),

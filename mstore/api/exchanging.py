@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mstore.remotes.collect import RemoteGcReport
     from mstore.remotes.copying import CopyReport
     from mstore.remotes.fetch import FetchReport
+    from mstore.remotes.prefetch import DropReport, PrefetchReport
     from mstore.remotes.push import PushReport
     from mstore.remotes.registry import RemoteContents, RemoteReport
     from mstore.remotes.state import Remote
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mstore.remotes.store_remote import StoreRemote
     from mstore.remotes.usage import RemoteUsageReport
     from mstore.store.catalog import Catalog
+    from mstore.terms.ids import Revision
     from mstore.terms.report import ProgressCallback
     from mstore.upkeep.backup.backup import CloneReport
 
@@ -283,6 +285,53 @@ class Exchanging(OpenStore):
             progress=progress,
         )
 
+    def prefetch(
+        self,
+        revisions: Sequence[Revision] = (),
+        *,
+        every: bool = False,
+        only: Sequence[str] = (),
+        jobs: int = JOBS,
+        limit_rate: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> PrefetchReport:
+        """Bring what snapshots have only at lazy remotes, so that it can be read without them.
+
+        every: all that refs name. only: patterns of tensor names; the others stay there.
+        jobs, limit_rate: as for `fetch`.
+
+        Raises NotFound, BadRequest, Corrupt, Unavailable; then nothing of that remote came.
+        """
+        from functools import partial
+
+        from mstore.remotes import registry
+        from mstore.remotes.prefetch import prefetch
+
+        return prefetch(
+            self._catalog,
+            partial(self._remote, limit_rate=limit_rate),
+            registry.chosen_to_prefetch(self._catalog, revisions, every=every),
+            only=only,
+            jobs=job_count(jobs),
+            progress=progress,
+        )
+
+    def drop(self, revision: Revision, *, dry_run: bool = False) -> DropReport:
+        """Remove local copies of what a lazy remote has of a snapshot; `gc` then frees the space.
+
+        Blocks stay that something needs which the remote does not have: a snapshot that was not
+        pushed, or the base of a difference of one.  The remote is asked: a ref there must reach the
+        snapshot, with its contents.
+
+        dry_run: only report.
+
+        Raises Conflict if the remote does not have it, NotFound, Unavailable.
+        """
+        from mstore.remotes.prefetch import drop
+
+        snapshot = self._catalog.resolve(revision)
+        return drop(self._catalog, self._remote, snapshot, str(revision), dry_run=dry_run)
+
     def bundle(
         self,
         path: str | Path,
@@ -413,13 +462,13 @@ class Exchanging(OpenStore):
         )
 
     def _lean(self, catalog: Catalog) -> None:
-        """Let a catalog read the blocks of its lazy remotes."""
-        from mstore.remotes import registry
+        elsewhere = catalog.index.elsewhere
+        if elsewhere is not None and elsewhere.reader is None:
+            from mstore.remotes import registry
 
-        if catalog.index.elsewhere is None:
-            found = registry.blocks_of(catalog, self._remote, self.cache_bytes_on_disk)
-            if found is not None:
-                catalog.lean_on(found)
+            elsewhere.reader = registry.reader_of(
+                catalog, self._remote, lambda: self.cache_bytes_on_disk
+            )
 
     def _outgoing(self, progress: ProgressCallback | None) -> OutgoingStatistics:
         from mstore.remotes.statistics import OutgoingStatistics
@@ -446,6 +495,7 @@ class Exchanging(OpenStore):
 
         if lazy:
             registry.set_lazy(self._catalog, name)
+            self._catalog.follow_remotes()
             self._lean(self._catalog)
         with self._remote(name, limit_rate) as remote:
             return Fetch(

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -40,7 +41,7 @@ _Part = tuple[int, int]
 """Offset and length."""
 
 
-def usual_limit(directory: Path) -> int:
+def _usual_limit(directory: Path) -> int:
     """Return a tenth of the disk of a directory, in bytes."""
     status = os.statvfs(directory)
     return int(status.f_blocks * status.f_frsize * SHARE)
@@ -49,16 +50,21 @@ def usual_limit(directory: Path) -> int:
 class PartCache:
     """The cached parts of packs of one store; for any number of threads.
 
-    limit: bytes of all files, 0 for no cache.  No call raises for what is wrong with the disk: then
-    parts are missing, or are not kept.
+    limit: asked once, for the bytes of all files; 0 for no cache, None for a tenth of the disk.  No
+    call raises for what is wrong with the disk: then parts are missing, or are not kept.
     """
 
-    def __init__(self, directory: Path, limit: int) -> None:
+    def __init__(self, directory: Path, limit: Callable[[], int | None]) -> None:
         self._directory = directory
-        self._limit = limit
+        self._asked = limit
         self._lock = Lock()
         self._room = 0
         self._known: dict[PackId, set[_Part]] = {}
+
+    @cached_property
+    def _limit(self) -> int:
+        asked = self._asked()
+        return _usual_limit(self._directory.parent) if asked is None else asked
 
     def get(self, pack: PackId, offset: int, length: int) -> Buffer | None:
         """Return a part; None if it is not here, or not what was put."""

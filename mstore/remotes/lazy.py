@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
-from pathlib import Path
 from threading import Lock
 from typing import Final
 
 import msgspec
 
-from mstore.blocks.elsewhere import Elsewhere
-from mstore.blocks.location import Location
-from mstore.blocks.packs import Kind, PackGone
-from mstore.blocks.segments import LIST, Segments
+from mstore.blocks.elsewhere import PartReader
+from mstore.blocks.packs import PackGone
 from mstore.remotes.cache import PartCache
 from mstore.remotes.layout import pack_name
 from mstore.remotes.objects import Absent
-from mstore.remotes.places import KnownPlaces, directory_of
 from mstore.remotes.state import Remote
 from mstore.terms.errors import MstoreError
 from mstore.terms.ids import Buffer, PackId
@@ -61,147 +57,76 @@ class _Span(msgspec.Struct):
         return self.pack == pack and self.start <= offset and offset + length <= self.end
 
 
-class _Source:
-    """What is known of one remote, and its connection once something is read there."""
-
-    def __init__(self, name: str, directory: Path, opened: _Opens) -> None:
-        self.name = name
-        self._directory = directory_of(directory)
-        self._opened = opened
-        self._lock = Lock()
-        self._seen: object = None
-        self._places: KnownPlaces | None = None
-        self.packs: frozenset[PackId] = frozenset()
-        self._process = 0
-        self._stack = ExitStack()
-        self._remote: Remote | None = None
-
-    def locate(self, blocks: Sequence[bytes], *, alone: bool) -> list[Location | None]:
-        with self._lock:
-            self.follow()
-            if self._places is None:
-                return [None] * len(blocks)
-            if alone:
-                return self._places.alone(blocks)
-            return self._places.locate(Kind.BLOCK, blocks)
-
-    def follow(self) -> None:
-        """Open the tables again if a fetch has changed them."""
-        try:
-            status = os.stat(self._directory / LIST)
-        except OSError:
-            self._places, self.packs, self._seen = None, frozenset(), None
-            return
-        seen = status.st_mtime_ns, status.st_ino, status.st_size
-        if seen != self._seen:
-            segments = Segments(self._directory)
-            self._places = KnownPlaces(segments)
-            self.packs, self._seen = frozenset(segments.packs()), seen
-
-    def remote(self) -> Remote:
-        """Return the remote, opened in this process."""
-        with self._lock:
-            if self._remote is None or self._process != os.getpid():
-                # A forked child leaves what its parent opened alone.
-                self._stack, self._process = ExitStack(), os.getpid()
-                self._remote = self._stack.enter_context(self._opened(self.name))
-            return self._remote
-
-    def close(self) -> None:
-        with self._lock:
-            if self._process == os.getpid():
-                self._stack.close()
-            self._remote = None
-
-
-_Opens = Callable[[str], AbstractContextManager[Remote]]
+Opens = Callable[[str], AbstractContextManager[Remote]]
 """Opens a remote by its name."""
 
 
-class RemoteBlocks(Elsewhere):
-    """The blocks of some remotes, of the first that has one.
+class RemoteParts(PartReader):
+    """Reads packs of remotes through a cache.  traffic: counts what is brought."""
 
-    remotes: their names, and where what is kept of each is. traffic: counts what is brought.
-    """
-
-    def __init__(
-        self, remotes: Sequence[tuple[str, Path]], opened: _Opens, cache: PartCache
-    ) -> None:
-        self._sources = [_Source(name, directory, opened) for name, directory in remotes]
+    def __init__(self, opens: Opens, cache: PartCache) -> None:
+        self._opens = opens
         self._cache = cache
         self._lock = Lock()
+        self._opening = Lock()
+        self._stack = ExitStack()
+        self._remotes: dict[str, Remote] = {}
         self._spans: OrderedDict[int, _Span] = OrderedDict()
         self._number = self._held = 0
         self._pool: ThreadPoolExecutor | None = None
-        self._process = 0
+        self._process = self._opened_by = 0
         self.traffic = Traffic()
-
-    # -- where -------------------------------------------------------------------------------
-
-    def locate(self, blocks: Sequence[bytes], *, alone: bool = False) -> list[Location | None]:
-        found: list[Location | None] = [None] * len(blocks)
-        for source in self._sources:
-            left = [at for at, place in enumerate(found) if place is None]
-            if not left:
-                break
-            there = source.locate([blocks[at] for at in left], alone=alone)
-            for at, place in zip(left, there, strict=True):
-                found[at] = place
-        return found
-
-    def has_pack(self, pack: PackId) -> bool:
-        return any(pack in source.packs for source in self._sources)
-
-    def name_of(self, pack: PackId) -> str:
-        """Return the remote that has a pack; empty if none has."""
-        return next((one.name for one in self._sources if pack in one.packs), "")
-
-    def where(self, pack: PackId) -> str:
-        return f"{self.name_of(pack)}: {pack_name(pack)}"
 
     # -- what --------------------------------------------------------------------------------
 
-    def read(self, pack: PackId, offset: int, length: int) -> Buffer:
+    def read(self, name: str, pack: PackId, offset: int, length: int) -> Buffer:
         kept = self._cache.get(pack, offset, length)
         if kept is not None:
             return kept
         data = self._ahead(pack, offset, length)
         if data is None:
-            data = self._bring(pack, offset, length)
+            data = self._bring(name, pack, offset, length)
         self._cache.put(pack, offset, data)
         return data
 
     def forget(self, pack: PackId, offset: int, length: int) -> None:
         self._cache.remove(pack, offset, length)
 
-    def _bring(self, pack: PackId, offset: int, length: int) -> Buffer:
-        """Read a range at the remote that has the pack."""
-        for source in self._sources:
-            if pack not in source.packs:
-                continue
-            try:
-                [data] = source.remote().objects.read_each(pack_name(pack), [(offset, length)])
-            except Absent as error:
-                raise PackGone(
-                    f"{source.name} has removed this pack since the last fetch",
-                    where=f"{source.name}: {pack_name(pack)}",
-                    hint=phrase("{fetch} says what is there now", fetch=call("fetch", source.name)),
-                ) from error
-            with self._lock:
-                self.traffic.requests += 1
-                self.traffic.bytes += length
-            return data
-        raise PackGone("no remote has this pack", where=pack_name(pack), hint=call("remotes"))
+    def _bring(self, name: str, pack: PackId, offset: int, length: int) -> Buffer:
+        """Read a range at the remote."""
+        try:
+            objects = self._remote(name).objects
+            [data] = objects.read_each(pack_name(pack), [(offset, length)])
+        except Absent as error:
+            raise PackGone(
+                f"{name} has removed this pack since the last fetch",
+                where=f"{name}: {pack_name(pack)}",
+                hint=phrase("{fetch} says what is there now", fetch=call("fetch", name)),
+            ) from error
+        with self._lock:
+            self.traffic.requests += 1
+            self.traffic.bytes += length
+        return data
+
+    def _remote(self, name: str) -> Remote:
+        """Return a remote, opened in this process: connections do not outlive a fork."""
+        with self._opening:
+            if self._opened_by != os.getpid():
+                self._stack, self._opened_by = ExitStack(), os.getpid()
+                self._remotes.clear()
+            if name not in self._remotes:
+                self._remotes[name] = self._stack.enter_context(self._opens(name))
+            return self._remotes[name]
 
     # -- ahead -------------------------------------------------------------------------------
 
-    def will_need(self, pack: PackId, offset: int, length: int) -> None:
+    def will_need(self, name: str, pack: PackId, offset: int, length: int) -> None:
         with suppress(MstoreError, RuntimeError):
             for start, end in self._cache.missing(pack, offset, offset + length):
                 for at in range(start, end, _REQUEST_BYTES):
-                    self._ask(pack, at, min(at + _REQUEST_BYTES, end))
+                    self._ask(name, pack, at, min(at + _REQUEST_BYTES, end))
 
-    def _ask(self, pack: PackId, start: int, end: int) -> None:
+    def _ask(self, name: str, pack: PackId, start: int, end: int) -> None:
         with self._lock:
             if self._process != os.getpid():
                 # A forked child has none of its parent's threads.
@@ -213,7 +138,7 @@ class RemoteBlocks(Elsewhere):
             if not self._make_room(end - start):
                 return
             assert self._pool is not None
-            data = self._pool.submit(self._bring, pack, start, end - start)
+            data = self._pool.submit(self._bring, name, pack, start, end - start)
             self._number += 1
             self._spans[self._number] = _Span(pack, start, end, end - start, data)
             self._held += end - start
@@ -265,5 +190,7 @@ class RemoteBlocks(Elsewhere):
             self._held = 0
         if pool is not None and is_own:
             pool.shutdown(cancel_futures=True)
-        for source in self._sources:
-            source.close()
+        with self._opening:
+            if self._opened_by == os.getpid():
+                self._stack.close()
+            self._remotes.clear()

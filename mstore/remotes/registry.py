@@ -28,16 +28,17 @@ from mstore.remotes.tracking import may_write
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.config import RemoteConfig
+from mstore.store.leaning import all_leaning, require_here
 from mstore.store.refs import refs_in
 from mstore.store.transaction import RefMove, choose_moves
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, NotFound, did_you_mean
-from mstore.terms.ids import SnapshotId
+from mstore.terms.ids import Revision, SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.backup.backup import CloneReport
 
 if TYPE_CHECKING:
-    from mstore.remotes.lazy import RemoteBlocks
+    from mstore.blocks.elsewhere import PartReader
 
 ORIGIN = "origin"
 
@@ -127,19 +128,16 @@ def set_lazy(catalog: Catalog, name: str) -> None:
         catalog.set_remotes((*others, msgspec.structs.replace(config, lazy=True)))
 
 
-def blocks_of(
-    catalog: Catalog, opens: Callable[[str], AbstractContextManager[Remote]], limit: int | None
-) -> RemoteBlocks | None:
-    """Return the blocks of a store's lazy remotes; None if it has none.  limit: of the cache."""
-    lazy = [one.name for one in catalog.config.remotes if one.lazy]
-    if not lazy:
-        return None
-    from mstore.remotes.cache import PartCache, usual_limit
-    from mstore.remotes.lazy import RemoteBlocks
+def reader_of(
+    catalog: Catalog,
+    opens: Callable[[str], AbstractContextManager[Remote]],
+    limit: Callable[[], int | None],
+) -> PartReader:
+    """Return what reads the lazy remotes of a store.  limit: of the cache, in bytes."""
+    from mstore.remotes.cache import PartCache
+    from mstore.remotes.lazy import RemoteParts
 
-    size = usual_limit(catalog.layout.root) if limit is None else limit
-    cache = PartCache(catalog.layout.cache, size)
-    return RemoteBlocks([(name, _directory(catalog, name)) for name in lazy], opens, cache)
+    return RemoteParts(opens, PartCache(catalog.layout.cache, limit))
 
 
 def add(catalog: Catalog, config: RemoteConfig) -> RemoteReport:
@@ -162,6 +160,9 @@ def _taken(name: str) -> Conflict:
 def remove(catalog: Catalog, name: str) -> RemoteReport:
     """Forget a remote and its refs."""
     config = find(catalog, name)
+    if config.lazy:
+        only_here = [one for one in all_leaning(catalog) if one.remote == name]
+        require_here(only_here, f"remove {name}")
     _move_refs(catalog, name, None)
     catalog.set_remotes(tuple(one for one in catalog.config.remotes if one.name != name))
     fs.remove_tree(_directory(catalog, name))
@@ -296,6 +297,19 @@ def chosen_to_push(
             ),
         )
     return names
+
+
+def chosen_to_prefetch(
+    catalog: Catalog, revisions: Sequence[Revision], *, every: bool
+) -> Sequence[SnapshotId]:
+    """Return the snapshots to prefetch. Raises BadRequest where none was named, NotFound."""
+    if every == bool(revisions):
+        raise BadRequest("all refs, or some revisions", hint=call("prefetch", "REF"))
+    if every:
+        kinds = (refs.BRANCH, refs.TAG)
+        named = (ref.snapshot_id() for ref in catalog.refs().values() if ref.kind in kinds)
+        return list(dict.fromkeys(named))
+    return list(dict.fromkeys(map(catalog.resolve, revisions)))
 
 
 def clone(

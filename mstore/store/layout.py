@@ -477,3 +477,8 @@ def read(root: Path) -> Layout:
     if line != _format_line(layout, int(fields[1])) or not _is_block_size(layout.block_size):
         raise Corrupt("not a format file", where=str(path), hint=_copy_format(root))
     return layout
+
+
+def tables_of(remote: Path) -> Path:
+    """Return where the tables of a remote's packs are, in what is kept of it."""
+    return remote / "places"

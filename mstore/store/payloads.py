@@ -18,7 +18,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mstore.blocks.codecs import Codec
-from mstore.blocks.elsewhere import Elsewhere, PacksAndElsewhere
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location, Row, stored_lengths
@@ -54,6 +53,8 @@ from mstore.terms.phrases import call
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from mstore.blocks.elsewhere import Elsewhere, PartReader
 
     Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -201,11 +202,18 @@ class Payloads:
         self.lengths = StoredLengths(index, self.stored_lengths)
 
     def lean_on(self, elsewhere: Elsewhere) -> None:
-        """Read blocks that are not stored from elsewhere. Call it before anything is read."""
+        """Look for blocks that are not stored elsewhere. Call it before anything is read."""
         self.index.elsewhere = elsewhere
+        from mstore.blocks.elsewhere import PacksAndElsewhere
+
         self.packs = PacksAndElsewhere(self.packs, elsewhere)
         self.places[HERE] = self.packs
         self._reader = BlockReader(self.packs, self.block_size)
+
+    def read_elsewhere(self, reader: PartReader | None) -> None:
+        """Let this reader read what lies elsewhere; who made it closes it."""
+        if self.index.elsewhere is not None:
+            self.index.elsewhere.reader = reader
 
     @property
     def block_size(self) -> int:

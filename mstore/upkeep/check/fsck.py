@@ -15,6 +15,7 @@ from contextlib import closing
 import msgspec
 
 from mstore.blocks import lmdb_check
+from mstore.blocks.elsewhere import PartReader
 from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
 from mstore.store import generation, leases
@@ -103,7 +104,9 @@ class Checker:
         *,
         threads: int,
         progress: ProgressCallback | None = None,
+        reader: PartReader | None = None,
     ) -> None:
+        self._reader = reader
         self._layout = layout
         self._scope = scope
         self._threads = threads
@@ -113,6 +116,7 @@ class Checker:
     def run(self) -> CheckReport:
         """Check everything.  Raises Corrupt if the index cannot be walked at all."""
         with closing(Catalog.opened(self._layout)) as catalog:
+            catalog.read_elsewhere(self._reader)
             with catalog.index.env.read():
                 found = index_file.faults(self._layout, catalog.index.env.opened())
             index_file.refuse(self._layout, found)
