@@ -236,7 +236,8 @@ class Fetch:
         notes = self._lacking_notes(state)
         is_about_known = any(local.is_known(row.snapshot_id()) for row in notes)
         is_all_here = all(local.is_known(id) and local.has_contents(id) for id in heads)
-        if is_about_known or self._with_contents or not is_all_here:
+        if is_about_known or self._with_contents or not is_all_here or self._lazy:
+            # What is read later is found by the tables of this state.
             places = RemotePlaces(self._remote, state)
             source = RemoteRecords(self._catalog, self._remote, places, state)
             source.looks_beyond = self._with_contents

@@ -56,6 +56,8 @@ class RemoteReport(Report, frozen=True):
     """the region; else empty"""
     addressing_style: str
     """where requests name the bucket, path or virtual; empty: as the environment says"""
+    lazy: bool = False
+    """whether blocks stay there until something reads them"""
 
 
 class RemoteRef(Report, frozen=True):
