@@ -66,6 +66,7 @@ OBJECTS: dict[str, type] = {
     "plan": reports.PlanReport,
     "merge warning": reports.MergeWarning,
     "tensor not finite": reports.NotFiniteTensor,
+    "blocks elsewhere": reports.Leaning,
     "sweep point": reports.SweepPoint,
     "tensor explanation": reports.TensorExplanation,
     "layer explanation": reports.LayerExplanation,

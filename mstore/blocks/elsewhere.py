@@ -128,7 +128,7 @@ class _Remote:
         return self._places
 
 
-class Elsewhere:
+class RemoteBlocks:
     """Where blocks lie that are not here: in packs of remotes, whose tables are here.
 
     remotes: names, and directories of tables (`blocks.segments`). A place says where a block was at
@@ -193,10 +193,10 @@ class Elsewhere:
         return f"pack {pack} of {self.name_of(pack)}"
 
 
-class PacksAndElsewhere(Packs):
+class PacksAndRemotes(Packs):
     """The packs of a directory; for reading, also those elsewhere."""
 
-    def __init__(self, here: Packs, elsewhere: Elsewhere) -> None:
+    def __init__(self, here: Packs, elsewhere: RemoteBlocks) -> None:
         self._here = here
         self.elsewhere = elsewhere
 

@@ -46,7 +46,7 @@ from mstore.terms.ids import ID_BYTES, BlockId, PackId, SnapshotId
 from mstore.terms.phrases import call
 
 if TYPE_CHECKING:
-    from mstore.blocks.elsewhere import Elsewhere
+    from mstore.blocks.elsewhere import RemoteBlocks
 
 _NEXT_PACK: Final = "packs"
 GENERATION: Final = "generation"
@@ -67,7 +67,7 @@ class Index:
         """Refs that this process moved since the set was cleared; the mirror needs them."""
         self.places: Container[int] = (HERE,)
         """Where packs may lie.  A row of a pack elsewhere raises Incompatible when it is read."""
-        self.elsewhere: Elsewhere | None = None
+        self.elsewhere: RemoteBlocks | None = None
         """Where else blocks can be read.  What is stored is here only; see `readable_rows`."""
         self._pack_ids: dict[int, PackId] = {}
         self._epoch = 0

@@ -35,7 +35,7 @@ from mstore.terms.ids import ID_BYTES, Identified, ManifestId, Revision, Snapsho
 from mstore.terms.phrases import call
 
 if TYPE_CHECKING:
-    from mstore.blocks.elsewhere import Elsewhere
+    from mstore.blocks.elsewhere import RemoteBlocks
 
 
 class Catalog(Payloads):
@@ -262,15 +262,15 @@ class Catalog(Payloads):
         return sorted(found, key=lambda id: (-self.snapshot(id).time_ns, id))
 
 
-def elsewhere_of(layout: Layout, config: Config) -> Elsewhere | None:
+def elsewhere_of(layout: Layout, config: Config) -> RemoteBlocks | None:
     """Return where blocks lie that are not here; None if the store has no lazy remote."""
     lazy = [one.name for one in config.remotes if one.lazy]
     if not lazy:
         return None
     # Late: it imports numpy, and few stores have one.
-    from mstore.blocks.elsewhere import Elsewhere
+    from mstore.blocks.elsewhere import RemoteBlocks
 
-    return Elsewhere([(name, layouts.tables_of(layout.remotes / name)) for name in lazy])
+    return RemoteBlocks([(name, layouts.tables_of(layout.remotes / name)) for name in lazy])
 
 
 def now_ns() -> int:

@@ -54,7 +54,7 @@ from mstore.terms.phrases import call
 if TYPE_CHECKING:
     import numpy as np
 
-    from mstore.blocks.elsewhere import Elsewhere, PartReader
+    from mstore.blocks.elsewhere import PartReader, RemoteBlocks
 
     Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -201,12 +201,12 @@ class Payloads:
         self._room = ThreadBuffer(layout.block_size)
         self.lengths = StoredLengths(index, self.stored_lengths)
 
-    def lean_on(self, elsewhere: Elsewhere) -> None:
+    def lean_on(self, elsewhere: RemoteBlocks) -> None:
         """Look for blocks that are not stored elsewhere. Call it before anything is read."""
         self.index.elsewhere = elsewhere
-        from mstore.blocks.elsewhere import PacksAndElsewhere
+        from mstore.blocks.elsewhere import PacksAndRemotes
 
-        self.packs = PacksAndElsewhere(self.packs, elsewhere)
+        self.packs = PacksAndRemotes(self.packs, elsewhere)
         self.places[HERE] = self.packs
         self._reader = BlockReader(self.packs, self.block_size)
 
