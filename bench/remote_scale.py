@@ -34,7 +34,7 @@ from mstore import Store
 from mstore.blocks.codecs import Codec
 from mstore.blocks.packs import NONCE_BYTES, PAGE, Kind, header
 from mstore.remotes import address
-from mstore.remotes.layout import PackRow, PackState, RefRow, SnapshotRow, TableId
+from mstore.remotes.layout import PackRow, PackState, RefRow, SnapshotRow, TableId, table_name
 from mstore.remotes.objects import Listed, Objects, RootStamp
 from mstore.remotes.shared_directory import SharedDirectory
 from mstore.remotes.state import Changes, Remote
@@ -47,7 +47,7 @@ REFS = 1_000
 PUSH_PACKS = 100
 """Packs whose tables lie in one object."""
 BLOCK = 1 << 16
-STORED = 1 << 18
+STORED = BLOCK
 ENTRY = np.dtype(
     {
         "names": ["id", "base", "offset", "stored", "raw", "kind", "codec", "width"],
@@ -69,7 +69,7 @@ def table(draw: np.random.Generator) -> bytes:
     ids = np.frombuffer(draw.bytes(PACK_BLOCKS * ID_BYTES), f"S{ID_BYTES}")
     rows["id"] = np.sort(ids).view("V32")
     rows["offset"] = PAGE + np.arange(PACK_BLOCKS) * STORED
-    rows["stored"], rows["raw"] = STORED, BLOCK * 4
+    rows["stored"], rows["raw"] = STORED, BLOCK
     rows["kind"], rows["codec"], rows["width"] = Kind.BLOCK, Codec.RAW, 2
     return header(draw.bytes(NONCE_BYTES)) + rows.tobytes()
 
@@ -86,15 +86,16 @@ def simulate(url: str, scratch: Path, packs: int) -> None:
         tables = [table(draw) for _ in range(min(PUSH_PACKS, packs - start))]
         data = b"".join(tables)
         id = TableId.of(data)
-        remote.objects.put_bytes(f"tables/{id}", data)
+        made = state.root.generation + 1
+        remote.objects.put_bytes(table_name(made, id), data)
         offset = 0
         for one in tables:
             pack = bytes(PackId.of(one))
             names.append(pack)
             size = PAGE + PACK_BLOCKS * STORED
             live = PackState.LIVE
-            row = PackRow(pack, size, live, 0, PACK_BLOCKS, bytes(id), offset, len(one))
-            changes.put("packs", row)
+            place = (made, bytes(id), offset, len(one))
+            changes.put("packs", PackRow(pack, size, live, 0, PACK_BLOCKS, *place))
             offset += len(one)
     count = SNAPSHOTS * packs // PACKS
     snapshots = [draw.bytes(ID_BYTES) for _ in range(count)]

@@ -9,6 +9,9 @@ signal with a handler of ours is at its default again in every program that a te
 
 Nothing ends the run in the middle without a word: `silent_ends`.
 
+Stores of tests lie in memory: thousands of syncs on a disk take more time than all else.  TMPDIR
+says another place.
+
 One thread for linear algebra: workers already share the cores, and threads that wait for each other
 on a busy machine take many times as long.
 
@@ -28,6 +31,7 @@ from pathlib import Path
 import parts
 import pytest
 import samples
+import servers
 import silent_ends
 from hypothesis import settings
 
@@ -45,6 +49,24 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 silent_ends.refuse()
+
+MEMORY = "/dev/shm"
+ENOUGH = 4 << 30
+"""Bytes that must be free there: a run of all tests takes a tenth of them."""
+
+
+def has_memory() -> bool:
+    """Whether stores, and programs that tests compile, can lie in memory."""
+    if not os.access(MEMORY, os.W_OK):
+        return False
+    there = os.statvfs(MEMORY)
+    return there.f_bavail * there.f_frsize >= ENOUGH and not there.f_flag & os.ST_NOEXEC
+
+
+if "TMPDIR" not in os.environ and has_memory():
+    os.environ["TMPDIR"] = MEMORY
+    # pytest has asked for the place already.
+    tempfile.tempdir = None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -69,12 +91,18 @@ def copied(template: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    """A directory in memory where there is one: thousands of syncs on a disk take their time."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """A server of S3, one for all tests of a worker: ask below `below()` only."""
+    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """A server of Azure's blobs, likewise."""
+    with servers.azurite(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
 
 
 @pytest.fixture

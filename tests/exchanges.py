@@ -118,9 +118,8 @@ class Place:
 
 @contextmanager
 def placed() -> Iterator[Place]:
-    """A place in memory, which is removed afterwards."""
-    memory = Path("/dev/shm")
-    path = Path(tempfile.mkdtemp(prefix="mstore-test-", dir=memory if memory.is_dir() else None))
+    """A place, which is removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="mstore-test-"))
     try:
         with ExitStack() as opened:
             yield Place(path, opened)

@@ -1,7 +1,8 @@
 """What the suites about mounts share: every way to mount, and a family worth mounting.
 
 A suite says `pytest_plugins = ["mount_drivers"]` and takes `driver` or `mounted`; it then runs once
-for each of `DRIVERS`.  A new way to mount is one more of them.
+for each of `DRIVERS`.  A new way to mount is one more of them.  It also says
+`tmp_path_factory = on_disk`: the kernel mounts no image that lies in memory, and forgets no page.
 
 PYTEST_DONT_REWRITE: nothing is asserted here, and those who use it import it before pytest does.
 """
@@ -15,6 +16,7 @@ import select
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -103,6 +105,21 @@ def why_not() -> str | None:
     except Unavailable as missing:
         return f"cannot mount: {missing}"
     return None
+
+
+@pytest.fixture(scope="session")
+def on_disk(request: pytest.FixtureRequest) -> Iterator[pytest.TempPathFactory]:
+    """What makes a suite's directories on a disk, and not in memory as usual (`conftest`)."""
+    root = Path(tempfile.mkdtemp(prefix="mstore-pytest-", dir="/var/tmp"))
+    yield pytest.TempPathFactory(
+        given_basetemp=root,
+        retention_count=3,
+        retention_policy="failed",
+        trace=request.config.trace.get("tmpdir"),
+        _ispytest=True,
+    )
+    if not request.session.testsfailed:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 @pytest.fixture(scope="module", params=DRIVERS, ids=str)

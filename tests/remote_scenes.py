@@ -4,6 +4,8 @@
     second    a push of one commit more, by a store that has not seen the last push of another
     fetch, pull    by a store that has not seen the last two pushes
     clone     of all
+    gc, fsck, du    by a store that pushes, of a remote with garbage: a condemned pack, one that
+              nothing needs any more, and one that no root names
 
 A scene can be laid out any number of times. Packs and the pieces of requests are small here
 (`shrink`), so that a command makes several packs, of several pieces.
@@ -26,13 +28,17 @@ from proof_models import BLOCK, Files, model_files, write_files
 
 from mstore import Store
 from mstore.remotes import arrival, bucket, outgoing
+from mstore.remotes.collect import RemoteGcReport
 
 URL = f"s3://{BUCKET}/models"
 SECRET = "never-shown-7d1e"
 COMMANDS = ("first", "second", "fetch", "pull", "clone")
+KEEPING = ("gc", "fsck", "du")
 BASE, TUNED, TUNED_AGAIN, OTHER = (1, 0), (1, 1), (1, 2), (2, 0)
 Refs = dict[str, tuple[int, int]]
 """Names of branches, and which model each has."""
+GARBAGE = {"gone": (3, 0), "going": (4, 0)}
+STRAY = f"packs/5a/{'5a' * 32}.pack"
 EMPTY: Refs = {}
 FIRST: Refs = {"base": BASE, "tuned": TUNED}
 SECOND: Refs = FIRST | {"other": OTHER}
@@ -111,9 +117,20 @@ def scenes(server: str, directory: Path) -> dict[str, Scene]:
             second = kept(author, "second")
             author.push("origin", ["tuned"])
             states.append(proxy.objects())
+            author.fetch("origin")
+            for name in ("gone", "going"):
+                add(author, name, GARBAGE[name])
+                author.push("origin", [name])
+                author.push("origin", delete=[name])
+                if name == "gone":
+                    collect(author)
+            proxy.ask("PUT", f"/{proxy.bucket}/models/{STRAY}", body=b"a push that did not end")
+            littered = (proxy.objects(),)
+            keeper = kept(author, "keeper")
     finally:
         proxy.close()
-    return {
+    keeping = Scene(keeper, littered, THIRD, THIRD)
+    return dict.fromkeys(KEEPING, keeping) | {
         "first": Scene(first, (), EMPTY, FIRST),
         "second": Scene(second, tuple(states[:2]), SECOND, THIRD),
         "fetch": Scene(reader, tuple(states), THIRD, THIRD),
@@ -132,8 +149,21 @@ def run(command: str, path: Path) -> set[str]:
             return {one.name for one in store.push("origin", every=True).moved}
         if command == "second":
             return {one.name for one in store.push("origin", ["tuned"]).moved}
+        if command == "gc":
+            collect(store)
+        if command == "fsck":
+            assert store.remote_fsck("origin", read_data=True).problems == ()
+        if command == "du":
+            assert {ref.name for ref in store.remote_usage("origin").refs} == set(THIRD)
+        if command in KEEPING:
+            return set()
         report = store.fetch("origin") if command == "fetch" else store.pull("origin")
         return {one.name for one in report.fetched}
+
+
+def collect(store: Store) -> RemoteGcReport:
+    """Collect the garbage of a remote, without time of grace and older moves."""
+    return store.remote_gc("origin", reflog_days=0, grace_hours=0)
 
 
 def run_here(command: str, path: str) -> None:

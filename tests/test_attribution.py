@@ -23,8 +23,6 @@ from mstore.terms.report import Progress
 Array = np.ndarray[Any, np.dtype[Any]]
 Double = np.ndarray[Any, np.dtype[np.float64]]
 
-MIXED = families.layered(5, expert_dtypes=("F32", "BF16", "F16"), rows=100).informed()
-ALIKE = families.layered(rows=100).informed()
 WEIGHTS = (1.0, 0.5, -0.25)
 WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "linear": ("linear", {}, {}),
@@ -248,7 +246,9 @@ def contributions(
 
 @pytest.fixture(scope="module", params=["alike", "mixed"])
 def family(request: pytest.FixtureRequest) -> families.Family:
-    return ALIKE if request.param == "alike" else MIXED
+    if request.param == "alike":
+        return families.layered(rows=100).informed()
+    return families.layered(5, expert_dtypes=("F32", "BF16", "F16"), rows=100).informed()
 
 
 @pytest.fixture(scope="module")

@@ -86,13 +86,13 @@ def _looking() -> tuple[tuple[str, int], ...]:
 
 
 def test_what_is_collected_meanwhile_is_no_damage(
-    template: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between any two looks into the index, refs go, come, and are pruned, and gc collects: fsck
     finds nothing wrong, for what is gone was not damaged, and what is new is whole."""
-    small_model(scratch / "new", "new")
-    shutil.copytree(template / "store", scratch / "t")
-    with Store.open(scratch / "t") as store:
+    small_model(tmp_path / "new", "new")
+    shutil.copytree(template / "store", tmp_path / "t")
+    with Store.open(tmp_path / "t") as store:
         store.configure("reflog_days", 0)
         store.tag("v1", "expert")
         store.remove("v1")
@@ -103,19 +103,19 @@ def test_what_is_collected_meanwhile_is_no_damage(
         if env.path.name == "index":
             looks.append(_looking())
             if len(looks) - 1 == at:
-                with Store.open(scratch / "s") as other:
+                with Store.open(tmp_path / "s") as other:
                     other.remove("expert", "merged")
-                    other.add(scratch / "new", name="base", threads=1)
-                    other.add(scratch / "new", name="other", threads=1)
+                    other.add(tmp_path / "new", name="base", threads=1)
+                    other.add(tmp_path / "new", name="other", threads=1)
                     other.prune(["base"], keep_last=1)
                     other.gc(reflog_days=0)
         return real(env)
 
     def checked() -> None:
-        shutil.rmtree(scratch / "s", ignore_errors=True)
-        shutil.copytree(scratch / "t", scratch / "s")
+        shutil.rmtree(tmp_path / "s", ignore_errors=True)
+        shutil.copytree(tmp_path / "t", tmp_path / "s")
         looks.clear()
-        with Store.open(scratch / "s") as store, monkeypatch.context() as patch:
+        with Store.open(tmp_path / "s") as store, monkeypatch.context() as patch:
             patch.setattr(Environment, "read", meddling)
             problems = store.fsck().problems
         assert problems == (), at

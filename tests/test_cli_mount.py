@@ -16,12 +16,15 @@ from pathlib import Path
 import pytest
 from checkpoints import write_safetensors
 from cli_runs import Program, unheard
+from mount_drivers import on_disk
 
 from mstore.terms.errors import Unavailable
 from mstore_cli.commands.mount import notify_ready
 from mstore_cli.keys import DOCUMENTS, keys_of
 from mstore_fuse.driver import MountInfo
 from mstore_fuse.fuse_driver import require_fuse
+
+tmp_path_factory = on_disk
 
 
 def can_mount() -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Done, Program, run_once
-from servers import moto
+from servers import Server
 from small_models import BLOCK, files_of, small_model
 from test_cli_commands import write_keys
 
@@ -300,27 +300,25 @@ def test_addresses_with_secrets_are_not_shown(here: Program) -> None:
 
 
 def test_object_storage(
-    here: Program, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Program, first: Path, tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models go round by a server of S3 that the environment names; a wrong bucket is told."""
-    pytest.importorskip("moto")
-    with moto(tmp_path) as server:
-        server.use(monkeypatch)
-        url = server.below()
-        here.succeed("remote", "add", "s3", url)
-        here.succeed("push", "s3", "--all", "--limit-rate", "1GiB")
-        shown = here.succeed("remote", "show", "s3", "--json").document
-        assert [one["name"] for one in shown["refs"]] == ["base", "tuned", "v1"]
-        clone(url, tmp_path / "clone")
-        mstore = Program(tmp_path / "clone")
-        mstore.succeed("checkout", "tuned", tmp_path / "out")
-        assert files_of(tmp_path / "out") == files_of(first / "tuned")
-        assert mstore.succeed("pull", "origin").out == "nothing new at origin\n"
-        here.succeed("remote", "add", "wrong", "s3://no-such-bucket/x")
-        failed = here("push", "wrong", "base")
+    moto.use(monkeypatch)
+    url = moto.below()
+    here.succeed("remote", "add", "s3", url)
+    here.succeed("push", "s3", "--all", "--limit-rate", "1GiB")
+    shown = here.succeed("remote", "show", "s3", "--json").document
+    assert [one["name"] for one in shown["refs"]] == ["base", "tuned", "v1"]
+    clone(url, tmp_path / "clone")
+    mstore = Program(tmp_path / "clone")
+    mstore.succeed("checkout", "tuned", tmp_path / "out")
+    assert files_of(tmp_path / "out") == files_of(first / "tuned")
+    assert mstore.succeed("pull", "origin").out == "nothing new at origin\n"
+    here.succeed("remote", "add", "wrong", "s3://no-such-bucket/x")
+    failed = here("push", "wrong", "base")
     assert failed.status == 1
     assert "there is no such bucket" in failed.err
-    assert not any(secret in failed.err for secret in server.secrets)
+    assert not any(secret in failed.err for secret in moto.secrets)
 
 
 # Habits

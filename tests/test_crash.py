@@ -36,27 +36,27 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def inspector(story: str, sources: Path, scratch: Path) -> Inspector:
-    """Live a story on a disk in `scratch`, and get ready to look at its crashes."""
-    disk = scratch / "disk"
+def inspector(story: str, sources: Path, tmp_path: Path) -> Inspector:
+    """Live a story on a disk in `tmp_path`, and get ready to look at its crashes."""
+    disk = tmp_path / "disk"
     disk.mkdir()
-    return Inspector(STORIES[story](sources, disk), sources / "extra", scratch)
+    return Inspector(STORIES[story](sources, disk), sources / "extra", tmp_path)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("story", STORIES)
-def test_no_power_loss_breaks_a_promise(story: str, sources: Path, scratch: Path) -> None:
+def test_no_power_loss_breaks_a_promise(story: str, sources: Path, tmp_path: Path) -> None:
     """Whatever a power loss leaves: what was acknowledged is whole, refs are true, work goes on."""
-    looking = inspector(story, sources, scratch)
+    looking = inspector(story, sources, tmp_path)
     assert list(looking.violations(EACH.get(story, 1))) == []
     assert looking.states >= 9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("story", STORIES)
-def test_no_power_loss_at_all_breaks_a_promise(story: str, sources: Path, scratch: Path) -> None:
+def test_no_power_loss_at_all_breaks_a_promise(story: str, sources: Path, tmp_path: Path) -> None:
     """The same for each of the disks."""
-    looking = inspector(story, sources, scratch)
+    looking = inspector(story, sources, tmp_path)
     assert list(looking.violations()) == []
     assert looking.states >= 60
 
@@ -66,7 +66,7 @@ def is_long(story: str, mutant: Mutant) -> bool:
     return (story, mutant) == ("repairing", packs_not_synced)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("story", "mutant"),
     [pytest.param(*one, marks=[pytest.mark.slow] if is_long(*one) else []) for one in MUTANTS],
@@ -75,7 +75,7 @@ def test_a_damaged_library_is_caught(
     story: str,
     mutant: Mutant,
     sources: Path,
-    scratch: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each sync and each step's place in an order is needed: without it promises break, on the
@@ -84,7 +84,7 @@ def test_a_damaged_library_is_caught(
     # A pack's name is a hash that times go into, and says which directory it is in.  One story in
     # fifty puts all of its packs where others are, and then needs no sync of a new directory.
     for life in range(3):
-        own = scratch / str(life)
+        own = tmp_path / str(life)
         own.mkdir()
         try:
             caught = next(inspector(story, sources, own).violations(EACH.get(story, 1)), None)

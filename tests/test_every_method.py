@@ -29,7 +29,6 @@ from mstore.store.objects.plan import EQUAL, Plan
 from mstore.terms.errors import BadRequest
 
 EXPERTS = 3
-ALIKE = families.layered(6, rows=90).informed()
 DRAWS = 2
 """Draws of parameters that every run tries; the long lane tries more."""
 CASES = [
@@ -172,20 +171,28 @@ def test_a_budget_is_kept_and_its_bound(name: str, seed: int, place: Place) -> N
 
 
 @pytest.fixture(scope="module")
-def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+def family_alike() -> Family:
     """Experts of the base's type, so that what they leave alone has the base's blocks."""
-    root = ALIKE.write(tmp_path_factory.mktemp("alike"))
+    return families.layered(6, rows=90).informed()
+
+
+@pytest.fixture(scope="module")
+def alike(family_alike: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A store of them."""
+    root = family_alike.write(tmp_path_factory.mktemp("alike"))
     with Store.init(root / "store", block_size=families.BLOCK) as store:
-        for name in ("base", *ALIKE.names):
+        for name in ("base", *family_alike.names):
             store.add(root / name, name=name, base=None if name == "base" else "base")
-        for name in ALIKE.fisher_names:
+        for name in family_alike.fisher_names:
             store.add(root / name, name=name)
         yield store
 
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "seed"), CASES)
-def test_blocks_of_the_base_are_free(name: str, seed: int, alike: Store) -> None:
+def test_blocks_of_the_base_are_free(
+    name: str, seed: int, alike: Store, family_alike: Family
+) -> None:
     """A block that equals the base's is never read; where no expert has another one, and the
     operation keeps the base, the result has the base's own blocks."""
     request = replace(asked(METHODS[name], random.Random(f"{name} {seed}")), dtype=None)
@@ -193,9 +200,9 @@ def test_blocks_of_the_base_are_free(name: str, seed: int, alike: Store) -> None
     done = alike.merge(report, name="merged", memo=False)
     plan = alike._catalog.record(Plan, report.plan)
     chunk = families.BLOCK // 2
-    experts = [ALIKE.experts[int(name[1:])] for name, _ in request.experts]
+    experts = [family_alike.experts[int(name[1:])] for name, _ in request.experts]
     for tensor in plan.tensors:
-        base = ALIKE.base[tensor.name].ravel()
+        base = family_alike.base[tensor.name].ravel()
         for own, states in zip(experts, tensor.states[: len(experts)], strict=True):
             side, wide = own[tensor.name].ravel(), max(1, tensor.chunk_elements)
             for number, state in enumerate(states):
@@ -365,7 +372,7 @@ def variants(row: Row) -> Iterator[MergeRequest]:
             yield row.request(experts=experts, parameters=given)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("row", REMEMBERED.values(), ids=str)
 def test_what_is_remembered_is_of_the_same_merge(row: Row, places: Callable[[str], Place]) -> None:
     """With other weights, parameters, rows, an expert more, less, or one that moves nothing or

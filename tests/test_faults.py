@@ -283,17 +283,17 @@ def names(store: Store) -> dict[str, SnapshotId]:
     return {ref.name: ref.snapshot for ref in store.refs()}
 
 
-def prepared(call: Call, sources: Path, scratch: Path) -> dict[str, SnapshotId]:
+def prepared(call: Call, sources: Path, tmp_path: Path) -> dict[str, SnapshotId]:
     """Make the store that each of a call's trials begins with a copy of, and what it adds.
 
     Returns its refs.
     """
-    shutil.copytree(sources / "stores" / call.families, scratch / "prepared")
+    shutil.copytree(sources / "stores" / call.families, tmp_path / "prepared")
     for name in ("base", "one", "two", "seven", "three", "tuned"):
-        (scratch / name).symlink_to(sources / name)
-    with Store.open(scratch / "prepared") as store:
+        (tmp_path / name).symlink_to(sources / name)
+    with Store.open(tmp_path / "prepared") as store:
         if call.prepare is not None:
-            call.prepare(scratch, store)
+            call.prepare(tmp_path, store)
         return names(store)
 
 
@@ -358,17 +358,17 @@ def _afterwards(
 
 
 def fail_everywhere(
-    call: Call, code: int, lasting: bool, sources: Path, scratch: Path, *, every: bool
+    call: Call, code: int, lasting: bool, sources: Path, tmp_path: Path, *, every: bool
 ) -> None:
     """Make one call again and again, with a fault at each of its operations.
 
     every: otherwise at each that decides, and of those of one kind at every second: the one half if
     the fault lasts, the other if not.
     """
-    before = prepared(call, sources, scratch)
+    before = prepared(call, sources, tmp_path)
     whole = Fault(sys.maxsize, code)
-    wrong = list(trial(call, scratch, before, whole))
-    shutil.rmtree(scratch / "copy")
+    wrong = list(trial(call, tmp_path, before, whole))
+    shutil.rmtree(tmp_path / "copy")
     assert {"commit", "map"} & set(whole.kinds) or call is CALLS["config"]
     assert len(whole.kinds) >= 2
     for at, kind in enumerate(whole.kinds):
@@ -379,8 +379,8 @@ def fail_everywhere(
         # Ids of packs are random, and two that share a directory make an operation less.
         for _ in range(5):
             fault = Fault(at, code, lasting=lasting)
-            problems = list(trial(call, scratch, before, fault))
-            shutil.rmtree(scratch / "copy")
+            problems = list(trial(call, tmp_path, before, fault))
+            shutil.rmtree(tmp_path / "copy")
             if fault.hit is not None:
                 break
         assert fault.hit is not None, f"{kind}, operation {at}, did not happen again"
@@ -388,7 +388,7 @@ def fail_everywhere(
     assert wrong == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("code", "lasting"),
     [
@@ -402,10 +402,10 @@ def fail_everywhere(
     [pytest.param(name, marks=[pytest.mark.rest] * (name == "dense add")) for name in CALLS],
 )
 def test_every_operation_may_fail(
-    name: str, code: int, lasting: bool, sources: Path, scratch: Path
+    name: str, code: int, lasting: bool, sources: Path, tmp_path: Path
 ) -> None:
     """Whatever file operation fails: an error and nothing published, or none and all of it."""
-    fail_everywhere(CALLS[name], code, lasting, sources, scratch, every=False)
+    fail_everywhere(CALLS[name], code, lasting, sources, tmp_path, every=False)
 
 
 @pytest.mark.slow
@@ -413,18 +413,18 @@ def test_every_operation_may_fail(
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_operation_may_fail_in_every_way(
-    name: str, code: int, lasting: bool, sources: Path, scratch: Path
+    name: str, code: int, lasting: bool, sources: Path, tmp_path: Path
 ) -> None:
     """The same for each operation and each way to fail."""
-    fail_everywhere(CALLS[name], code, lasting, sources, scratch, every=True)
+    fail_everywhere(CALLS[name], code, lasting, sources, tmp_path, every=True)
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from there on"])
-def test_a_failed_init_leaves_nothing(lasting: bool, scratch: Path) -> None:
+def test_a_failed_init_leaves_nothing(lasting: bool, tmp_path: Path) -> None:
     """Whatever file operation of init fails: an error, no directory, and the next init works."""
     for at in count():
         fault = Fault(at, errno.ENOSPC, lasting=lasting)
-        root = scratch / str(at) / "store"
+        root = tmp_path / str(at) / "store"
         with fs.observed(fault), suppress(StorageFailed):
             Store.init(root, block_size=BLOCK).close()
         if fault.hit is None:

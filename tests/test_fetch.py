@@ -595,7 +595,8 @@ def small_objects(place: Place) -> list[Path]:
     return [roots[-1], *below]
 
 
-def test_every_byte_of_small_objects(snapshot: Snapshot) -> None:
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.rest)])
+def test_every_byte_of_small_objects(snapshot: Snapshot, half: int) -> None:
     """A flipped bit anywhere in a list or table is an error that names it; in the root, too, or
     it says as much of the same lists.
     """
@@ -617,7 +618,8 @@ def test_every_byte_of_small_objects(snapshot: Snapshot) -> None:
     for path in (root, *others):
         data = path.read_bytes()
         told: list[str] = []
-        for at in range(len(data)):
+        tried = range(half, len(data), 2)
+        for at in tried:
             path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
             try:
                 read()
@@ -627,7 +629,7 @@ def test_every_byte_of_small_objects(snapshot: Snapshot) -> None:
         if path != root:
             assert all(path.name in one for one in told)
             # Lists of earlier roots are not read.
-            assert len(told) == (0 if path.parent.name == "lists" and not told else len(data))
+            assert len(told) in ({0, len(tried)} if path.parent.name == "lists" else {len(tried)})
 
 
 @pytest.mark.parametrize("part", range(3))

@@ -157,10 +157,9 @@ def nursery(pristine: str) -> None:
     with Store.open(store) as opened:
         _NAMES.extend(ref.name for ref in opened.refs())
     _TRUTH.update(read_all(store))
-    memory = Path("/dev/shm")
     done = 0
     while done < len(tasks):
-        scratch = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
+        scratch = Path(tempfile.mkdtemp())
         answers, answer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -436,8 +435,14 @@ def small_store(root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_store(tmp_path_factory.mktemp("flips"))
+
+
+@pytest.fixture
+def store(made: Path, tmp_path: Path) -> Path:
+    """A copy: who reads a store makes files in it, which no other test should flip."""
+    return Path(shutil.copytree(made, tmp_path / "store"))
 
 
 def every_byte(store: Path, *, bits: int = 0xFF) -> Iterator[Flip]:
@@ -476,6 +481,9 @@ def sample(store: Path, every: int, heavy: int, seed: int) -> list[Flip]:
     ]
 
 
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.rest) for part in (1, 2, 3))]
+
+
 def test_the_flipped_store_has_everything(store: Path) -> None:
     """The flipped store has each kind of record, each codec, and rows in all tables but `EMPTY`.
     Each of its parts has bytes that are flipped."""
@@ -488,16 +496,17 @@ def test_the_flipped_store_has_everything(store: Path) -> None:
     assert flipped == {"config", "format", "index", "packs", "refs"}
 
 
-def test_a_flipped_byte_is_an_error_and_found(store: Path) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_a_flipped_byte_is_an_error_and_found(store: Path, part: int) -> None:
     """A sample of flips: never wrong bytes, never an error that names nothing, fsck finds it.
 
     Of all but the index, in which LMDB may stumble for a long time: that is for the long lane.
     """
     seed = random.SystemRandom().randrange(1 << 20)
     flips = [flip for flip in sample(store, 421, 5, seed) if flip.file != DATA]
-    findings = flip_all(store, flips)
+    findings = flip_all(store, flips[part::4])
     assert findings.violations == [], f"seed {seed}"
-    assert findings.counts["packs: fsck found"] > 30
+    assert findings.counts["packs: fsck found"] > 7
 
 
 def test_bits_that_zstd_ignores_change_nothing(store: Path) -> None:

@@ -94,8 +94,7 @@ def outcome(root: Path) -> str:
 def nursery(pristine: str) -> None:
     """Read lines `[file, offset, bits]` to the end of stdin; answer each with a line."""
     tasks = [json.loads(line) for line in sys.stdin]
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as place:
+    with tempfile.TemporaryDirectory() as place:
         root = Path(place) / "store"
         for task in (None, *tasks):
             shutil.copytree(pristine, root)
@@ -210,7 +209,8 @@ def test_a_flipped_value_changes_nothing(store: Path) -> None:
     assert sum(n for what, n in counts.items() if what.endswith("right")) == len(flips)
 
 
-def test_a_flipped_byte_changes_nothing(store: Path) -> None:
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.rest)])
+def test_a_flipped_byte_changes_nothing(store: Path, half: int) -> None:
     """A byte anywhere in either file: the same plan and merge, or none."""
     seed = random.SystemRandom().randrange(1 << 20)
     draw = random.Random(seed)
@@ -220,6 +220,7 @@ def test_a_flipped_byte_changes_nothing(store: Path) -> None:
         data = (store / file).read_bytes()
         used = [at for at, byte in enumerate(data) if byte]
         flips += [Flip(file, at, 1 << draw.randrange(8)) for at in draw.sample(used, 24)]
+    flips = flips[half::2]
     wrong, counts = violations(store, flips)
     assert wrong == [], f"seed {seed}"
     assert counts["stats: right"] + counts["memo: right"] > len(flips) // 2

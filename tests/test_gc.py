@@ -345,14 +345,14 @@ def meddle(what: str, store: Store, root: Path, held: dict[str, bytes], dead: Sn
 MEDDLING = ["add", "tag", "reset", "delta", "come and go", "read"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", MEDDLING)
-def test_anything_may_happen_at_steps_that_decide(scratch: Path, what: str) -> None:
+def test_anything_may_happen_at_steps_that_decide(tmp_path: Path, what: str) -> None:
     """Beside gc, just before each of its commits, renames and removals: an add that needs dead
     blocks, one whose blocks are differences to dead ones, a tag on a dead snapshot, a reset, a
     snapshot that comes and goes, and reads either succeed and stay whole, or are refused; never
     anything between."""
-    kinds = steps(scratch / "count")
+    kinds = steps(tmp_path / "count")
     decide = [
         at
         for at, kind in enumerate(kinds)
@@ -360,15 +360,15 @@ def test_anything_may_happen_at_steps_that_decide(scratch: Path, what: str) -> N
     ]
     assert len(decide) >= 6
     for at in decide:
-        meddle_at(scratch / "store", what, at)
+        meddle_at(tmp_path / "store", what, at)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", MEDDLING)
-def test_anything_may_happen_at_any_step(scratch: Path, what: str) -> None:
+def test_anything_may_happen_at_any_step(tmp_path: Path, what: str) -> None:
     """The same at each of its steps."""
-    for at in range(len(steps(scratch / "count"))):
-        meddle_at(scratch / "store", what, at)
+    for at in range(len(steps(tmp_path / "count"))):
+        meddle_at(tmp_path / "store", what, at)
 
 
 def meddle_at(root: Path, what: str, at: int) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from servers import Server, moto
+from cli_runs import run_once
+from servers import Server
 from small_models import small_model
 
 ROOT = Path(__file__).parent.parent
@@ -24,23 +25,7 @@ def commands() -> list[str]:
     return [line for line in lines if not line.startswith(("pip ", "mstore serve", "mstore copy"))]
 
 
-def ran(line: str, directory: Path, server: Server, url: str) -> str:
-    """Run a line of the page as somebody in this directory; return what it printed."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, **server.environment, "PATH": path, "MSTORE_STORE": ""}
-    done = subprocess.run(
-        ["bash", "-c", line.replace(URL, url)],
-        cwd=directory,
-        env=environment,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
-def test_the_page(tmp_path: Path) -> None:
+def test_the_page(moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A team lead moves a family to a bucket, a colleague clones it, adds a model and pushes it."""
     lead, colleague = tmp_path / "lead", tmp_path / "colleague"
     for one in (lead, colleague):
@@ -48,24 +33,29 @@ def test_the_page(tmp_path: Path) -> None:
     small_model(lead / "base", "1")
     small_model(lead / "tuned", "1", changed="2")
     small_model(colleague / "out" / "checkpoint-900", "1", changed="3")
-    (tmp_path / "server").mkdir()
-    with moto(tmp_path / "server") as server:
-        url = server.below()
+    moto.use(monkeypatch)
+    monkeypatch.setenv("MSTORE_STORE", "")
+    url = moto.below()
 
-        def run(line: str, who: Path) -> str:
-            return ran(line, who, server, url)
+    def run(line: str, who: Path) -> str:
+        monkeypatch.chdir(who)
+        program, *words = shlex.split(line.replace(URL, url), comments=True)
+        assert program == "mstore"
+        done = run_once(words)
+        assert done.status == 0, f"{line}\n{done.out}{done.err}"
+        return done.out
 
-        run("mstore init --block-size 64KiB", lead)
-        for name, base in (("llama", "base"), ("chat", "tuned"), ("old-experiment", "base")):
-            run(f"mstore add {base} --name {name}", lead)
-        told = {}
-        for line in commands():
-            who = lead if "remote add" in line or "push origin --all" in line else colleague
-            told[line] = run(line, who)
-        assert "chat" in told["mstore refs"]
-        assert "no problems" in told["mstore remote fsck origin"]
-        run("mstore pull origin", lead)
-        assert "refs" not in run("mstore log chat", lead)
+    run("mstore init --block-size 64KiB", lead)
+    for name, base in (("llama", "base"), ("chat", "tuned"), ("old-experiment", "base")):
+        run(f"mstore add {base} --name {name}", lead)
+    told = {}
+    for line in commands():
+        who = lead if "remote add" in line or "push origin --all" in line else colleague
+        told[line] = run(line, who)
+    assert "chat" in told["mstore refs"]
+    assert "no problems" in told["mstore remote fsck origin"]
+    run("mstore pull origin", lead)
+    assert "refs" not in run("mstore log chat", lead)
 
 
 def test_the_page_has_every_step() -> None:

@@ -111,6 +111,7 @@ def test_every_command_on_a_full_disk(kind: str, change: Any, tmp_path: Path) ->
             assert done.returncode == 0, (words, done)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "change"), [WAYS[0], WAYS[3], WAYS[-1]])
 def test_commands_on_a_full_disk(kind: str, change: Any, tmp_path: Path) -> None:
     """The same, of a few commands."""

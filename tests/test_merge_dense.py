@@ -205,7 +205,7 @@ def covering() -> Iterator[Any]:
             yield pytest.param(kind, way, marks=[] if short else [pytest.mark.slow])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "way"), list(covering()))
 def test_all_methods_give_the_same_content(
     kind: str, way: str, places: Callable[[str], Place]

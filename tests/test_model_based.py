@@ -157,8 +157,7 @@ class Stories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        memory = Path("/dev/shm")
-        self._scratch = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
+        self._scratch = Path(tempfile.mkdtemp())
         self._numbers = itertools.count()
         self._model = Model()
         self._sources: dict[tuple[int, int], Path] = {}
@@ -519,7 +518,6 @@ class Stories(RuleBasedStateMachine):
 
 
 SHORT = settings(
-    max_examples=20,
     stateful_step_count=35,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -527,9 +525,10 @@ SHORT = settings(
 )
 
 
-def test_the_store_does_what_the_model_does() -> None:
+@pytest.mark.parametrize("stories", [10, pytest.param(40, marks=pytest.mark.rest)])
+def test_the_store_does_what_the_model_does(stories: int) -> None:
     """Any story of commands, reopenings and crashes leaves the store as the model says."""
-    run_state_machine_as_test(Stories, settings=SHORT)
+    run_state_machine_as_test(Stories, settings=settings(SHORT, max_examples=stories))
 
 
 @pytest.mark.slow

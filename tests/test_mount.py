@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pytest
 from damage import flip_bit
-from mount_drivers import drop_pages, files_below
+from mount_drivers import drop_pages, files_below, on_disk
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -42,6 +42,8 @@ from mstore_fuse import mounts as mounts_module
 from mstore_fuse.driver import MountInfo
 from mstore_fuse.fuse_driver import require_fuse
 from mstore_fuse.mounts import Unmounted, mount, mounts, unmount, unmount_all
+
+tmp_path_factory = on_disk
 
 try:
     require_fuse()

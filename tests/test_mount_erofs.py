@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from checkpoints import every_dtype_checkpoint
 from cli_runs import Program
-from mount_drivers import EROFS, drop_pages, files_below
+from mount_drivers import EROFS, drop_pages, files_below, on_disk
 from msgspec import structs
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -45,6 +45,8 @@ from mstore_fuse.erofs import driver as erofs_driver
 from mstore_fuse.erofs import kernel, mapping, showing
 from mstore_fuse.fuse_driver import require_fuse
 from mstore_fuse.mounts import mount, mounts, unmount
+
+tmp_path_factory = on_disk
 
 BLOCK_SIZE = 64 << 10
 MODEL = "model.safetensors"
@@ -492,7 +494,9 @@ def test_each_place_of_a_block_is_checked(store: Path) -> None:
 
 
 @pytest.mark.parametrize(("others", "mode"), [(False, 0o500), (True, 0o555)])
-def test_other_users_read_only_if_asked(store: Path, others: bool, mode: int) -> None:
+def test_other_users_read_only_if_asked(
+    store: Path, others: bool, mode: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """As with FUSE, only the user who mounted it, root, may read it unless others are let in."""
     point = shown(store, "team/m", allow_other=others)
     for folder in (point, point / "sub"):
@@ -500,7 +504,8 @@ def test_other_users_read_only_if_asked(store: Path, others: bool, mode: int) ->
     assert stat.S_IMODE((point / MODEL).stat().st_mode) == mode & 0o444
     command = ["setpriv", "--reuid=65534", "--clear-groups", "cat", str(point / "config.json")]
     # The directories above belong to root alone.
-    parents = [parent for parent in point.parents if parent.is_relative_to("/tmp/")]
+    base = tmp_path_factory.getbasetemp()
+    parents = [parent for parent in point.parents if parent.is_relative_to(base)]
     before = {parent: parent.stat().st_mode for parent in parents}
     for parent in parents:
         parent.chmod(0o755)

@@ -25,6 +25,7 @@ from mount_drivers import (
     Family,
     Served,
     drop_pages,
+    on_disk,
     pack_of,
     served,
     survey,
@@ -36,6 +37,7 @@ from mstore import Store
 from mstore_fuse.mounts import mounts, unmount
 
 pytest_plugins = ["mount_drivers"]
+tmp_path_factory = on_disk
 
 PATIENCE = 60.0
 """Seconds after which a read counts as stuck, on a machine that is much too busy."""

@@ -21,6 +21,7 @@ from mount_drivers import (
     Family,
     Served,
     drop_pages,
+    on_disk,
     served,
     survey,
 )
@@ -33,6 +34,7 @@ from mstore.terms.errors import Conflict
 from mstore.terms.ids import SnapshotId
 
 pytest_plugins = ["mount_drivers"]
+tmp_path_factory = on_disk
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from damage import flip_bit
+from mount_drivers import on_disk
 from safetensors.numpy import save_file
 
 from mstore import Store
@@ -28,6 +29,8 @@ from mstore_fuse import fuse_driver
 from mstore_fuse.driver import MountRequest
 from mstore_fuse.fuse_driver import require_fuse
 from mstore_fuse.mounts import mount, mounts, unmount
+
+tmp_path_factory = on_disk
 
 try:
     require_fuse()

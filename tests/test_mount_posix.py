@@ -21,11 +21,12 @@ from pathlib import Path
 
 import pytest
 from checkpoints import write_safetensors
-from mount_drivers import SHARDS, Driver, Family, Mount, write_family
+from mount_drivers import SHARDS, Driver, Family, Mount, on_disk, write_family
 
 from mstore import Store
 
 pytest_plugins = ["mount_drivers"]
+tmp_path_factory = on_disk
 
 MANY = 2400
 LIBC = ctypes.CDLL(None, use_errno=True)

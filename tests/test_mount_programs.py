@@ -10,11 +10,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from mount_drivers import SHARDS, Driver, Family, Mount, drop_pages, files_below, write_family
+from mount_drivers import (
+    SHARDS,
+    Driver,
+    Family,
+    Mount,
+    drop_pages,
+    files_below,
+    on_disk,
+    write_family,
+)
 
 from mstore import Store
 
 pytest_plugins = ["mount_drivers"]
+tmp_path_factory = on_disk
 
 FIO_BYTES = 3 << 20
 

@@ -19,9 +19,10 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from mount_drivers import BLOCK, ODD, SHARDS, Driver, Family, Mount, write_family
+from mount_drivers import BLOCK, ODD, SHARDS, Driver, Family, Mount, on_disk, write_family
 
 pytest_plugins = ["mount_drivers"]
+tmp_path_factory = on_disk
 
 PAGE = 4096
 FILES = (*SHARDS, ODD, "empty", "config.json")

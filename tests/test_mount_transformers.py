@@ -22,9 +22,10 @@ from typing import Any
 
 import pytest
 from later import Later
-from mount_drivers import Driver, Mount, drop_pages, files_below
+from mount_drivers import Driver, Mount, drop_pages, files_below, on_disk
 
 pytest_plugins = ["mount_drivers"]
+tmp_path_factory = on_disk
 
 torch = Later("torch")
 transformers = Later("transformers")

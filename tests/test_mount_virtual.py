@@ -15,12 +15,15 @@ from pathlib import Path
 import families
 import pytest
 from families import BLOCK
+from mount_drivers import on_disk
 from safetensors import safe_open
 
 from mstore import MergeRequest, Store
 from mstore.terms.errors import Unavailable
 from mstore_fuse.fuse_driver import require_fuse
 from mstore_fuse.mounts import mount, unmount
+
+tmp_path_factory = on_disk
 
 try:
     require_fuse()

@@ -32,20 +32,6 @@ from mstore.remotes.web import Web
 from mstore.terms.errors import Corrupt, Incompatible, Unavailable
 
 
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    """A server of S3."""
-    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    """A server of Azure's blobs."""
-    with servers.azurite(tmp_path_factory.mktemp("azurite")) as server:
-        yield server
-
-
 @pytest.fixture
 def gcs() -> Iterator[servers.Server]:
     """A server of Google Cloud Storage."""

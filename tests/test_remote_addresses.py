@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import ClassVar
@@ -205,12 +206,12 @@ def test_an_endpoint_of_a_stranger_gets_no_credentials(
 
 @pytest.mark.parametrize("kind", ["moto", "azurite", "gcs"])
 def test_an_endpoint_that_is_named_is_asked(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """The endpoint of the settings goes before that of the environment, at every provider; also in
     a clone by address."""
-    start = {"moto": servers.moto, "azurite": servers.azurite, "gcs": lambda _: servers.gcs()}
-    with start[kind](tmp_path) as server:
+    running = nullcontext(request.getfixturevalue(kind)) if kind != "gcs" else servers.gcs()
+    with running as server:
         server.use(monkeypatch)
         for name in ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL"):
             monkeypatch.delenv(name, raising=False)
@@ -272,22 +273,21 @@ def test_where_requests_name_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_azure_names_a_container_and_the_environment_the_account(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    azurite: servers.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """az://CONTAINER/PREFIX: obstore takes the first part for the container, never for an account;
     without an account it is an error that names the variable."""
-    with servers.azurite(tmp_path) as server:
-        server.use(monkeypatch)
-        bucket.connect(f"{server.url}/a/b", {}).put_bytes("lists/1", b"1")
-        account = server.environment["AZURE_STORAGE_ACCOUNT_NAME"]
-        store = AzureStore(servers.BUCKET, prefix="a", client_options={"allow_http": True})
-        assert obstore.head(store, "b/lists/1")["size"] == 1
-        with_account = bucket.connect(f"az://{account}/{servers.BUCKET}/a/b", {})
-        with pytest.raises(Unavailable, match="no such bucket"):
-            with_account.put_bytes("lists/1", b"1")
-        monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
-        with pytest.raises(Unavailable, match="AZURE_STORAGE_ACCOUNT_NAME"):
-            bucket.connect(server.url, {})
+    azurite.use(monkeypatch)
+    bucket.connect(f"{azurite.url}/a/b", {}).put_bytes("lists/1", b"1")
+    account = azurite.environment["AZURE_STORAGE_ACCOUNT_NAME"]
+    store = AzureStore(servers.BUCKET, prefix="a", client_options={"allow_http": True})
+    assert obstore.head(store, "b/lists/1")["size"] == 1
+    with_account = bucket.connect(f"az://{account}/{servers.BUCKET}/a/b", {})
+    with pytest.raises(Unavailable, match="no such bucket"):
+        with_account.put_bytes("lists/1", b"1")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    with pytest.raises(Unavailable, match="AZURE_STORAGE_ACCOUNT_NAME"):
+        bucket.connect(azurite.url, {})
 
 
 # -- copies of a store ---------------------------------------------------------------------------

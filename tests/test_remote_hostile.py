@@ -27,7 +27,8 @@ from mstore.terms.errors import MstoreError
 sys.path.append(str(Path(__file__).parent / "fuzz"))
 from mutation import Form, mutate
 
-CASES = 15
+CASES = 5
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.rest) for part in (1, 2))]
 
 
 class Hostile:
@@ -116,10 +117,11 @@ def hostile() -> Iterator[Hostile]:
         yield Hostile(place)
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kind", LISTS)
-def test_lists_that_say_anything(hostile: Hostile, kind: str) -> None:
+def test_lists_that_say_anything(hostile: Hostile, kind: str, part: int) -> None:
     """Fetch, push, gc and fsck of a remote that lies end with an error, or right."""
-    draw = random.Random(kind)
+    draw = random.Random(f"{kind} {part}")
     numbers = [at for at, one in enumerate(hostile.lists()) if one["kind"] == kind]
     went = 0
     for _ in range(CASES):

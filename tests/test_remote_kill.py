@@ -80,7 +80,7 @@ def check_put_once(laid: Laid, log: Sequence[Asked]) -> None:
     assert max(entries.values(), default=1) == 1
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("is_forwarded", [False, True], ids=["arrives", "is-done"])
 @pytest.mark.parametrize("command", ["first", "second"])
@@ -101,7 +101,7 @@ def test_a_push_killed_at_any_request_goes_on(
         laid.close()
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("command", COMMANDS[2:])
 def test_a_fetch_killed_at_any_request_goes_on(place: Place, command: str, part: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,6 @@ from small_models import BLOCK, small_model
 from mstore import Store
 from mstore.remotes import bucket, outgoing
 from mstore.remotes.objects import PIECE_BYTES, requests_to_put
-
-
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    """A server of S3."""
-    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
 
 
 def puts(server: servers.Server) -> Callable[[], int]:

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler
@@ -322,17 +322,17 @@ def test_errors_say_what_is_wrong(
         assert caught.value.hint or kind in (Absent, Overtaken, Corrupt)
 
 
-def test_wrong_keys_at_real_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_keys_at_real_servers(
+    azurite: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Azurite answers with the text that was signed, s3rver with the key's name."""
     _quick(monkeypatch)
     refused = 0
-    for start, name, wrong in (
-        (servers.azurite, "AZURE_STORAGE_ACCOUNT_KEY", _key()),
-        (servers.s3rver, "AWS_ACCESS_KEY_ID", secrets.token_hex(10)),
+    for running, name, wrong in (
+        (nullcontext(azurite), "AZURE_STORAGE_ACCOUNT_KEY", _key()),
+        (servers.s3rver(tmp_path), "AWS_ACCESS_KEY_ID", secrets.token_hex(10)),
     ):
-        directory = tmp_path / start.__name__
-        directory.mkdir()
-        with start(directory) as server:
+        with running as server:
             server.use(monkeypatch)
             monkeypatch.setenv(name, wrong)
             for error in _failures(bucket.connect(server.below(), {})).values():

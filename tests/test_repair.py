@@ -383,9 +383,12 @@ def test_a_lie_in_another_store_is_not_taken(root: Path) -> None:
     assert report.healed == ()
 
 
-def test_failing_at_any_step_leaves_the_store_no_worse(few: Path, scratch: Path) -> None:
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.rest)])
+def test_failing_at_any_step_leaves_the_store_no_worse(
+    few: Path, tmp_path: Path, half: int
+) -> None:
     """Whatever operation fails, what could be read before can still be, and repair can go on."""
-    root = scratch / "root"
+    root = tmp_path / "root"
     shutil.copytree(few, root)
     before = contents(root / "other")
     break_table(packs(root / "store")[0])
@@ -395,7 +398,7 @@ def test_failing_at_any_step_leaves_the_store_no_worse(few: Path, scratch: Path)
             where = max((at for _, at in index.blocks(rows)), key=lambda at: at.stored_length)
         flip(Path(store._catalog.packs.where(where.pack)), where.offset + where.stored_length // 2)
         problems = {problem.where for problem in store.fsck(read_data=True).problems}
-    for at in range(100):
+    for at in range(half, 100, 2):
         seen = 0
 
         def fail(operation: fs.Operation, at: int = at) -> None:

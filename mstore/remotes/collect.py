@@ -110,7 +110,7 @@ class RemoteCollector:
                 decision = _Decision(self._catalog, remote, state, objects)
                 decision.decide(now, now - self._window_ns, now - self._grace_ns)
             except Absent as error:
-                remote.newer(state, error)
+                remote.require_replaced(state, error)
                 continue
             leftovers = objects.leftovers(state)
             if dry_run:
@@ -145,7 +145,9 @@ class RemoteCollector:
 
     def _note_deleted(self, state: RemoteState, rows: Iterable[PackRow]) -> RemoteState:
         """Say of packs that their objects are gone: no later run tries it again."""
-        for _ in self._remote.attempts():
+        for attempt in self._remote.attempts():
+            if attempt:
+                state = self._remote.state()
             changes = Changes()
             for row in rows:
                 if state.packs()[row.id].state == PackState.DELETING:
@@ -163,7 +165,6 @@ class RemoteCollector:
                 break
             with suppress(Overtaken):
                 return self._remote.change(state, changes)
-            state = self._remote.state()
         return state
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Final
 
 from mstore.blocks.codecs import Codec
@@ -14,13 +16,17 @@ from mstore.blocks.reader import RECORD_LIMIT, located
 from mstore.blocks.segments import Segments
 from mstore.remotes.layout import PackRow
 from mstore.remotes.state import Remote, RemoteState
-from mstore.store.ahead import in_groups
+from mstore.store.ahead import in_groups, in_order
 from mstore.store.layout import tables_of
 from mstore.terms.errors import Corrupt, Incompatible
-from mstore.terms.ids import PackId
+from mstore.terms.ids import Buffer, PackId
 
 _MOST_READ: Final = 4 << 20
-"""Bytes of tables that are read at once."""
+"""Bytes of tables that one request, or one for each of neighbours, brings."""
+_READS: Final = 8
+"""Requests at once."""
+_KEPT: Final = 48 << 20
+"""Bytes of tables that are held in memory until they become rows of segments."""
 _CODECS: Final = frozenset(Codec)
 _DELTAS: Final = frozenset(codec for codec in Codec if codec.is_delta)
 
@@ -41,30 +47,55 @@ class RemotePlaces(KnownPlaces):
         if gone:
             self._segments.drop(gone)
         new = [row for id, row in rows.items() if id not in known]
-        self._segments.add(self._tables(new, state.root.block_size))
+        # The segments are locked for what is in memory, not for requests: other commands of this
+        # store wait for no network, and one that ends early leaves what it has read.
+        with closing(self._read(new)) as tables:
+            for some in in_groups(tables, lambda one: len(one[1]), _KEPT):
+                self._segments.add(
+                    (row.pack, self._checked(row, data, state.root.block_size))
+                    for row, data in some
+                )
         self._there = set(rows)
 
-    def _tables(
-        self, rows: Sequence[PackRow], block_size: int
-    ) -> Iterator[tuple[PackId, Sequence[PackEntry]]]:
+    def _read(self, rows: Sequence[PackRow]) -> Generator[tuple[PackRow, Buffer]]:
+        """Yield rows with the bytes of their tables, several requests ahead."""
         by_table: dict[str, list[PackRow]] = defaultdict(list)
         for row in rows:
             by_table[row.table_name].append(row)
-        for name, some in by_table.items():
-            ordered = sorted(some, key=lambda row: row.offset)
-            for few in in_groups(ordered, lambda row: row.length, _MOST_READ):
-                spans = [(row.offset, row.length) for row in few]
-                for row, data in zip(few, self._remote.objects.read_each(name, spans), strict=True):
-                    where = f"{self._remote.where}/{name}"
-                    entries = table_entries(row.pack, bytes(data), where)
-                    for entry in entries:
-                        require_possible(entry, row, block_size, where)
-                    yield row.pack, entries
+        groups = [
+            few
+            for some in by_table.values()
+            for few in in_groups(
+                sorted(some, key=lambda row: row.offset), lambda row: row.length, _MOST_READ
+            )
+        ]
+        if not groups:
+            return
+
+        def read(few: Sequence[PackRow]) -> list[Buffer]:
+            spans = [(row.offset, row.length) for row in few]
+            return self._remote.objects.read_each(few[0].table_name, spans)
+
+        with (
+            ThreadPoolExecutor(min(_READS, len(groups)), "tables") as pool,
+            closing(in_order(lambda few: pool.submit(read, few), groups, ahead=_READS)) as done,
+        ):
+            for few, found in done:
+                yield from zip(few, found, strict=True)
+
+    def _checked(self, row: PackRow, data: Buffer, block_size: int) -> Sequence[PackEntry]:
+        """Return the entries of a table. Raises Corrupt for one that is not what the row says."""
+        where = f"{self._remote.where}/{row.table_name}"
+        entries = table_entries(row.pack, bytes(data), where)
+        for entry in entries:
+            require_possible(entry, row, block_size, where)
+        return entries
 
     def entries(self, row: PackRow, block_size: int) -> list[tuple[Key, Location]]:
         """Return what the table of one pack says. Raises Corrupt, Unavailable."""
-        [(pack, entries)] = self._tables([row], block_size)
-        return [((Kind(one.kind), one.id), located(pack, one)) for one in entries]
+        [(_, data)] = self._read([row])
+        entries = self._checked(row, data, block_size)
+        return [((Kind(one.kind), one.id), located(row.pack, one)) for one in entries]
 
 
 def require_possible(entry: PackEntry, row: PackRow, block_size: int, where: str) -> None:

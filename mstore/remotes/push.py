@@ -158,20 +158,20 @@ class Push:
             self._needs = gather(self._source, named, wanted)
             state = self._state()
             self._take_up(state)
-            for _ in self._remote.attempts():
+            for attempt in self._remote.attempts():
+                if attempt:
+                    state = self._remote.state()
                 try:
                     moved, changes = self._decided(state)
                 except Absent as error:
-                    state = self._remote.newer(state, error)
+                    self._remote.require_replaced(state, error)
                     continue
                 if not changes:
                     break
                 self._stamp(changes)
-                try:
+                with suppress(Overtaken):
                     state = self._remote.change(state, changes)
                     break
-                except Overtaken:
-                    state = self._remote.state()
         if not dry_run:
             self._remote.remember(state)
             statistics.know(self._remote, state, list(changes.rows["statistics"].values()))

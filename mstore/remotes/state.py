@@ -15,7 +15,9 @@ Owns what this store keeps of a remote, in `remotes/NAME/`, all of which can be 
 
 from __future__ import annotations
 
+import random
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +44,9 @@ from mstore.terms.phrases import call
 
 T = TypeVar("T")
 _ATTEMPTS: Final = 50
+_FIRST_WAIT: Final = 0.02
+_LONGEST_WAIT: Final = 1.0
+"""Seconds: before the second attempt, and at most; the longest doubles with each."""
 _SAVED: Final = "root"
 
 
@@ -174,24 +179,22 @@ class Remote:
 
         A gc may remove what an older root names while this reads it.
         """
-        state = self.state()
         for _ in self.attempts():
+            state = self.state()
             try:
                 return act(state)
             except Absent as error:
-                state = self.newer(state, error)
+                self.require_replaced(state, error)
         raise AssertionError
 
-    def newer(self, state: RemoteState, missing: Absent) -> RemoteState:
-        """Return what the remote is now. Raises Corrupt if that is what lacks an object."""
-        now = self.state()
-        if now.root.nonce == state.root.nonce:
+    def require_replaced(self, state: RemoteState, missing: Absent) -> None:
+        """Raise Corrupt if the root that lacks an object is still the remote's."""
+        if self.state().root.nonce == state.root.nonce:
             raise Corrupt(
                 f"{self.name} lacks an object that it needs",
                 where=missing.where,
                 hint=call("remote_fsck", self.name),
             ) from missing
-        return now
 
     def _refuse_older(self, before: RemoteRoot, now: RemoteRoot) -> None:
         if before.uuid != now.uuid:
@@ -303,8 +306,17 @@ class Remote:
             self.objects.remove(name)
 
     def attempts(self) -> Iterator[int]:
-        """Count attempts to change the remote. Raises Conflict when others are always first."""
-        yield from range(_ATTEMPTS)
+        """Count attempts to change the remote. Raises Conflict when others are always first.
+
+        Waits before each but the first, for a random time: those who were overtaken together come
+        back one by one. So read the root in the attempt: what was read before the wait is old.
+        """
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(
+                    random.SystemRandom().uniform(0, min(_LONGEST_WAIT, _FIRST_WAIT * 2**attempt))
+                )
+            yield attempt
         raise Conflict(
             "others change the remote all the time", where=self.where, hint="run the command again"
         )

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("hostile.py")
-PARTS = 200
-"""Each part is some 80 trials; `make adversary` runs others."""
+PARTS = 400
+"""Each part is some 40 trials; `make adversary` runs others."""
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("part", range(1, PARTS + 1, PARTS // 4))
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("part", range(1, PARTS + 1, PARTS // 8))
 def test_nothing_outside_of_a_store_changes_and_nothing_hangs(part: int) -> None:
     """Whatever stands in place of an entry of the store, or is put there while a command runs, no
     command changes anything outside of the store, hangs, or ends by a signal or a traceback."""

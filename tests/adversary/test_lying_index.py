@@ -249,7 +249,7 @@ def keys_of(life: Life, database: str) -> list[bytes]:
             return [bytes(key) for key, _ in cursor]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("byte", [0, 31])
 @pytest.mark.parametrize("bit", [0, 7])
 def test_a_bit_in_the_key_of_a_live_block(life: Life, byte: int, bit: int, extra: Path) -> None:
@@ -301,7 +301,7 @@ def every_row(three: Life, tmp_path_factory: pytest.TempPathFactory) -> Life:
     return Life(root, three.sources, promises=three.promises)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("database", sorted(table.name for table in TABLES if table.has_check))
 @pytest.mark.parametrize("part", ["key", "value"])
 def test_a_bit_in_a_row(
