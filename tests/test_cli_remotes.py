@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Done, Program, run_once
-from servers import Server
+from servers import Server, moto
 from small_models import BLOCK, files_of, small_model
 from test_cli_commands import write_keys
 
