@@ -168,6 +168,8 @@ _MERGE_TO_COME = (
     Key("expert_bytes_read", "integer", "0: the merge has not read yet"),
     Key("resumed_expert_bytes", "integer", "0: the merge has not begun yet"),
     Key("base_bytes_read", "integer", "0: the merge has not read yet"),
+    Key("remote_bytes", "integer", "0: the merge has not read yet"),
+    Key("remote_requests", "integer", "0: the merge has not read yet"),
     Key("bytes_written", "integer", "0: the merge has not written yet"),
     Key("blocks_total", "null", "known after the merge"),
     Key("blocks_reused", "null", "known after the merge"),

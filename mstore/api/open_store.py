@@ -269,6 +269,11 @@ class OpenStore:
         elsewhere = self._catalog.index.elsewhere
         return None if elsewhere is None else elsewhere.reader
 
+    def _traffic(self) -> tuple[int, int]:
+        """Return requests to lazy remotes until now, and bytes that came."""
+        reader = self._reader
+        return (0, 0) if reader is None else (reader.traffic.requests, reader.traffic.bytes)
+
     def _lean(self, catalog: Catalog) -> None:
         """Let a catalog read the blocks of lazy remotes; the part about remotes knows how."""
 

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 
+import msgspec
+
 from mstore import fs
 from mstore.blocks.location import Location
 from mstore.blocks.pack_store import Packs
@@ -25,8 +27,18 @@ from mstore.terms.ids import Buffer, PackId
 from mstore.terms.phrases import call
 
 
+class Traffic(msgspec.Struct):
+    """What a reader has brought: requests, and bytes."""
+
+    requests: int = 0
+    bytes: int = 0
+
+
 class PartReader(ABC):
     """Reads packs of other places. Any number of threads may use it."""
+
+    traffic: Traffic
+    """What it has brought until now."""
 
     @abstractmethod
     def read(self, name: str, pack: PackId, offset: int, length: int) -> Buffer:

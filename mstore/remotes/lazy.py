@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from mstore.blocks.elsewhere import PartReader
+from mstore.blocks.elsewhere import PartReader, Traffic
 from mstore.blocks.packs import PackGone
 from mstore.remotes.cache import PartCache
 from mstore.remotes.layout import pack_name
@@ -35,13 +35,6 @@ _AHEAD_BYTES: Final = 64 << 20
 _REQUEST_BYTES: Final = 4 << 20
 _GAP: Final = 64 << 10
 """Bytes between two ranges that are brought, too, rather than asked around."""
-
-
-class Traffic(msgspec.Struct):
-    """What came over the network since the store was opened."""
-
-    requests: int = 0
-    bytes: int = 0
 
 
 class _Span(msgspec.Struct):

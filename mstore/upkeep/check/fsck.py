@@ -21,6 +21,7 @@ from mstore.blocks.location import pack_number
 from mstore.store import generation, leases
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
+from mstore.store.leaning import Leaning, all_leaning
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call, phrase
@@ -56,6 +57,8 @@ class CheckReport(Report, frozen=True):
     """stored bytes of the blocks read"""
     bytes_total: int
     """stored bytes of all blocks"""
+    leans_on: tuple[Leaning, ...]
+    """lazy remotes that have blocks which are not here, and were not checked"""
     garbage: tuple[str, ...]
     """what interrupted work left behind; harmless"""
     problems: tuple[Problem, ...]
@@ -172,6 +175,7 @@ class Checker:
             refs=len(names),
             bytes_read=bytes_read,
             bytes_total=totals.stored_bytes,
+            leans_on=() if findings.is_index_wrong else all_leaning(catalog),
             garbage=tuple(findings.garbage),
             problems=findings.problems,
             affected=AffectedTensors(catalog, findings).all(names, graph.pruned),
