@@ -9,7 +9,7 @@ Nothing of it is believed: whoever reads a block compares it with its id, each t
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -34,20 +34,20 @@ _AHEAD_BYTES: Final = 64 << 20
 """Bytes that were asked for ahead and not read yet."""
 _REQUEST_BYTES: Final = 4 << 20
 _GAP: Final = 64 << 10
-"""Bytes between two ranges that are brought, too, rather than asked around."""
+"""Bytes between two ranges that are brought, too, rather than asked around: at most so many."""
+_WASTE: Final = 16
+"""And at most this part of what is asked for: a budget is one of the network, too."""
 
 
-class _Span(msgspec.Struct):
-    """A range of a pack that was asked for ahead."""
+class _Span(msgspec.Struct, eq=False):
+    """A range of a pack that was asked for ahead.  left: bytes that nobody has read yet."""
 
+    name: str
     pack: PackId
     start: int
     end: int
     left: int
     data: Future[Buffer]
-
-    def has(self, pack: PackId, offset: int, length: int) -> bool:
-        return self.pack == pack and self.start <= offset and offset + length <= self.end
 
 
 Opens = Callable[[str], AbstractContextManager[Remote]]
@@ -64,8 +64,9 @@ class RemoteParts(PartReader):
         self._opening = Lock()
         self._stack = ExitStack()
         self._remotes: dict[str, Remote] = {}
-        self._spans: OrderedDict[int, _Span] = OrderedDict()
-        self._number = self._held = 0
+        self._spans: dict[PackId, list[_Span]] = {}
+        self._waiting: deque[_Span] = deque()
+        self._held = 0
         self._pool: ThreadPoolExecutor | None = None
         self._process = self._opened_by = 0
         self.traffic = Traffic()
@@ -120,70 +121,125 @@ class RemoteParts(PartReader):
                     self._ask(name, pack, at, min(at + _REQUEST_BYTES, end))
 
     def _ask(self, name: str, pack: PackId, start: int, end: int) -> None:
+        """Have a thread bring a range, unless it is under way or there is no room."""
         with self._lock:
             if self._process != os.getpid():
                 # A forked child has none of its parent's threads.
                 self._pool, self._process = ThreadPoolExecutor(JOBS, "bring"), os.getpid()
                 self._spans.clear()
+                self._waiting.clear()
                 self._held = 0
-            if self._span_of(pack, start, end - start) is not None:
+            if self._spans_of(pack, start, end - start) or not self._make_room(end - start):
                 return
-            if not self._make_room(end - start):
-                return
-            assert self._pool is not None
-            data = self._pool.submit(self._bring, name, pack, start, end - start)
-            self._number += 1
-            self._spans[self._number] = _Span(pack, start, end, end - start, data)
+            span = _Span(name, pack, start, end, end - start, Future())
+            self._spans.setdefault(pack, []).append(span)
+            self._waiting.append(span)
             self._held += end - start
+            assert self._pool is not None
+            self._pool.submit(self._bring_some)
+
+    def _bring_some(self) -> None:
+        """Bring the range that waits longest, and those near it, in one request."""
+        with self._lock:
+            some = self._neighbours()
+        if not some:
+            return
+        start, end = some[0].start, max(one.end for one in some)
+        try:
+            data = memoryview(self._bring(some[0].name, some[0].pack, start, end - start)).cast("B")
+        except BaseException as error:  # noqa: BLE001 -- who waits for it gets it
+            for one in some:
+                one.data.set_exception(error)
+        else:
+            for one in some:
+                one.data.set_result(data[one.start - start : one.end - start])
+
+    def _neighbours(self) -> list[_Span]:
+        """Take the first range that waits and those that are worth one request with it."""
+        while self._waiting:
+            first = self._waiting.popleft()
+            if first.data.set_running_or_notify_cancel():
+                break
+        else:
+            return []
+        near, start, end = [first], first.start, first.end
+        for one in sorted((o for o in self._waiting if o.pack == first.pack), key=_begin):
+            gap = min(_GAP, (end - start) // _WASTE)
+            is_near = start - gap <= one.end and one.start <= end + gap
+            if is_near and max(end, one.end) - min(start, one.start) <= _REQUEST_BYTES:
+                self._waiting.remove(one)
+                if one.data.set_running_or_notify_cancel():
+                    near.append(one)
+                    start, end = min(start, one.start), max(end, one.end)
+        return sorted(near, key=_begin)
 
     def _make_room(self, size: int) -> bool:
         """Drop what came and was not read, oldest first; return whether there is room."""
-        for number, span in list(self._spans.items()):
+        for span in [one for some in self._spans.values() for one in some]:
             if self._held + size <= _AHEAD_BYTES:
                 break
-            if span.data.done() or span.data.cancel():
-                self._drop(number)
+            if span.data.done():
+                self._drop(span)
         return self._held + size <= _AHEAD_BYTES
 
-    def _span_of(self, pack: PackId, offset: int, length: int) -> int | None:
-        found = (number for number, one in self._spans.items() if one.has(pack, offset, length))
-        return next(found, None)
+    def _spans_of(self, pack: PackId, offset: int, length: int) -> list[_Span]:
+        """Return what was asked for ahead and has these bytes; nothing if some are lacking."""
+        found, end = [], offset + length
+        for one in sorted(self._spans.get(pack, ()), key=_begin):
+            if one.start <= offset < one.end:
+                found.append(one)
+                offset = one.end
+                if offset >= end:
+                    return found
+        return []
 
-    def _drop(self, number: int) -> None:
-        span = self._spans.pop(number, None)
-        if span is not None:
+    def _drop(self, span: _Span) -> None:
+        some = self._spans.get(span.pack, [])
+        if span in some:
+            some.remove(span)
             self._held -= span.end - span.start
+            if not some:
+                del self._spans[span.pack]
 
     def _ahead(self, pack: PackId, offset: int, length: int) -> Buffer | None:
         """Return bytes that were asked for ahead; None if they were not, or did not come."""
         with self._lock:
-            if self._process != os.getpid():
+            is_own = self._process == os.getpid()
+            spans = self._spans_of(pack, offset, length) if is_own else []
+        parts = []
+        for span in spans:
+            try:
+                data = memoryview(span.data.result()).cast("B")
+            except (MstoreError, CancelledError):
+                with self._lock:
+                    self._drop(span)
                 return None
-            number = self._span_of(pack, offset, length)
-            if number is None:
-                return None
-            span = self._spans[number]
-        try:
-            data = memoryview(span.data.result()).cast("B")
-        except (MstoreError, CancelledError):
-            with self._lock:
-                self._drop(number)
-            return None
+            parts.append(data[max(0, offset - span.start) : offset + length - span.start])
         with self._lock:
-            span.left -= length
-            if span.left <= 0:
-                self._drop(number)
-        return data[offset - span.start :][:length]
+            for span, part in zip(spans, parts, strict=True):
+                span.left -= len(part)
+                if span.left <= 0:
+                    self._drop(span)
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
         with self._lock:
             pool, self._pool = self._pool, None
             is_own = self._process == os.getpid()
+            for span in self._waiting:
+                span.data.cancel()
+            self._waiting.clear()
             self._spans.clear()
-            self._held = 0
+            self._held = self._process = 0
         if pool is not None and is_own:
             pool.shutdown(cancel_futures=True)
         with self._opening:
             if self._opened_by == os.getpid():
                 self._stack.close()
             self._remotes.clear()
+
+
+def _begin(span: _Span) -> int:
+    return span.start
