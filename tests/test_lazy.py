@@ -228,6 +228,20 @@ def test_reindex_knows_what_is_elsewhere(lazy: Store) -> None:
         sound(again)
 
 
+def test_reindex_without_tables_drops_nothing(family: Place, lazy: Store) -> None:
+    """Where the tables of the remote are lost, too, a new index keeps what may lean on it."""
+    mine = lazy.add(family.model(1, 3), name="mine", base="base", threads=1).snapshot
+    path = lazy.path
+    lazy.close()
+    shutil.rmtree(path / "remotes")
+    Store.reindex(path)
+    with Store.open(path) as again:
+        again.fetch(REMOTE)
+        assert files(again, mine) == model_files(1, 3)
+        assert files(again, "e1") == model_files(1, 1)
+        sound(again)
+
+
 def test_a_bundle_streams(lazy: Store, tmp_path: Path) -> None:
     """A bundle of what is not here reads it at the remote."""
     lazy.bundle(tmp_path / "x.mbundle", ["e1"])
