@@ -21,7 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -462,7 +462,8 @@ class Reach:
         index = self._catalog.index
         if index.elsewhere is None:
             return list(blocks)
-        with index.env.read() as transaction:
+        reading = index.env.read() if self._later is None else nullcontext(self._later)
+        with reading as transaction:
             own = {block: index.block(transaction, BlockId(block)) for block in blocks}
             return [
                 block
