@@ -207,6 +207,29 @@ def test_what_leans_cannot_leave(lazy: Store, tmp_path: Path) -> None:
     assert not (tmp_path / "clone").exists()
 
 
+def test_a_base_that_nothing_else_names_leans(family: Place, lazy: Store, tmp_path: Path) -> None:
+    """A difference leans on its base also when the base's snapshot is gone; prefetch brings it."""
+    mine = lazy.add(family.model(1, 3), name="mine", base="base", threads=1).snapshot
+    others = [name for name in refs(lazy) if name != "mine"]
+    lazy.remove(*others)
+    lazy.gc(reflog_days=0)
+    [leans] = lazy.show("mine").leans_on
+    assert leans.blocks > 0
+    with pytest.raises(Conflict, match="only at origin"):
+        lazy.backup(tmp_path / "backup")
+    with pytest.raises(Conflict, match="only at origin"):
+        lazy.remove_remote(REMOTE)
+    assert files(lazy, mine) == model_files(1, 3)
+    lazy.prefetch(["mine"])
+    assert lazy.show("mine").leans_on == ()
+    place = Path(lazy.path)
+    lazy.close()
+    shutil.rmtree(place / "cache")
+    shutil.rmtree(place / "remotes")
+    with Store.open(place) as again:
+        assert files(again, mine) == model_files(1, 3)
+
+
 def test_after_a_prefetch_all_is_here(lazy: Store, tmp_path: Path) -> None:
     """With everything here, the remote can go, and backups are whole."""
     lazy.prefetch(every=True)

@@ -23,6 +23,7 @@ from mstore.remotes.state import Remote, RemoteState
 from mstore.store import contents
 from mstore.store import layout as layouts
 from mstore.store.catalog import Catalog
+from mstore.store.leaning import not_here
 from mstore.store.objects.shapes import matching, require_matches
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
@@ -108,8 +109,7 @@ def _by_remote(
         chosen = _chosen(catalog, snapshots, only)
         wanted = (block for block in needs.blocks if block in chosen)
     blocks = [BlockId(block) for block in wanted]
-    here = catalog.has_blocks(blocks) if blocks else []
-    lacking = [block for block, is_here in zip(blocks, here, strict=True) if not is_here]
+    lacking = not_here(catalog, blocks)
     found: dict[str, list[bytes]] = defaultdict(list)
     for block, at in zip(lacking, elsewhere.locate(lacking), strict=True):
         name = None if at is None else elsewhere.name_of(at.pack)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from contextlib import suppress
+from itertools import chain, islice
 
+from mstore.blocks.location import base_of
 from mstore.blocks.packs import Kind
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import Manifest
@@ -29,8 +31,28 @@ class Leaning(Report, frozen=True):
     """their size there, at rest"""
 
 
+def not_here(catalog: Catalog, blocks: Sequence[BlockId]) -> list[BlockId]:
+    """Return those of these blocks that are not stored, and the bases of the others that are not.
+
+    A base that is a difference itself here counts, too: another place has it alone.
+    """
+    index = catalog.index
+    with index.env.read() as transaction:
+        rows = index.block_rows(transaction, blocks)
+        lacking = [block for block, row in zip(blocks, rows, strict=True) if row is None]
+        named = (base_of(row) for row in rows if row is not None)
+        bases = [BlockId(base) for base in dict.fromkeys(named) if base is not None]
+        under = index.block_rows(transaction, bases)
+    lacking += [
+        base
+        for base, row in zip(bases, under, strict=True)
+        if row is None or base_of(row) is not None
+    ]
+    return lacking
+
+
 def lacking(catalog: Catalog, tensors: Iterable[TensorId]) -> Iterator[BlockId]:
-    """Yield the blocks of stored tensors that are not here, each once.
+    """Yield what stored tensors need and is not here, each block once; bases of differences, too.
 
     A virtual tensor has none of its own.  Raises NotFound, Corrupt.
     """
@@ -40,9 +62,8 @@ def lacking(catalog: Catalog, tensors: Iterable[TensorId]) -> Iterator[BlockId]:
         catalog.preload_tensors(some)
         contents = [catalog.content(id) for id in some]
         blocks = [b for one in contents if isinstance(one, Tensor) for b in one.block_ids()]
-        here = catalog.has_blocks(blocks)
-        for block, is_here in zip(blocks, here, strict=True):
-            if not is_here and block not in seen:
+        for block in not_here(catalog, blocks):
+            if block not in seen:
                 seen.add(block)
                 yield block
 
@@ -56,13 +77,19 @@ def leaning_of(catalog: Catalog, manifest: Manifest) -> tuple[Leaning, ...]:
 
 def leaning(catalog: Catalog, tensors: Iterable[TensorId]) -> tuple[Leaning, ...]:
     """Return which remotes these tensors lean on.  Raises as `lacking`."""
+    return _counted(catalog, lacking(catalog, tensors))
+
+
+def _counted(catalog: Catalog, blocks: Iterator[BlockId]) -> tuple[Leaning, ...]:
     elsewhere = catalog.index.elsewhere
     if elsewhere is None:
         return ()
     found: dict[str, tuple[int, int]] = {}
-    blocks = lacking(catalog, tensors)
+    seen: set[bytes] = set()
     while some := list(islice(blocks, _TOGETHER)):
-        for at in elsewhere.locate(some):
+        new = [block for block in dict.fromkeys(some) if block not in seen]
+        seen.update(new)
+        for at in elsewhere.locate(new):
             # What is nowhere is damage, and for fsck to tell.
             name = None if at is None else elsewhere.name_of(at.pack)
             if at is not None and name is not None:
@@ -72,20 +99,27 @@ def leaning(catalog: Catalog, tensors: Iterable[TensorId]) -> tuple[Leaning, ...
 
 
 def all_leaning(catalog: Catalog) -> tuple[Leaning, ...]:
-    """Return which remotes the stored tensors lean on, as far as their records can be read."""
-    if catalog.index.elsewhere is None:
+    """Return which remotes the store leans on: for stored tensors, and for bases of differences."""
+    index = catalog.index
+    if index.elsewhere is None:
         return ()
-    with catalog.index.env.read() as transaction:
-        ids = [TensorId(id) for id in catalog.index.record_ids(transaction, Kind.TENSOR)]
-    return leaning(catalog, (id for id in ids if _is_readable(catalog, id)))
+    with index.env.read() as transaction:
+        ids = [TensorId(id) for id in index.record_ids(transaction, Kind.TENSOR)]
+    return _counted(catalog, chain(lacking(catalog, _readable(catalog, ids)), _bases(catalog)))
 
 
-def _is_readable(catalog: Catalog, id: TensorId) -> bool:
-    try:
-        catalog.content(id)
-    except (NotFound, Corrupt):
-        return False
-    return True
+def _bases(catalog: Catalog) -> Iterator[BlockId]:
+    """Yield the bases of stored differences that are not here, whatever needs these."""
+    for batch in catalog.index.block_batches():
+        stored = [BlockId(id) for id, row in batch if base_of(row) is not None]
+        yield from not_here(catalog, stored)
+
+
+def _readable(catalog: Catalog, ids: Iterable[TensorId]) -> Iterator[TensorId]:
+    for id in ids:
+        with suppress(NotFound, Corrupt):
+            catalog.content(id)
+            yield id
 
 
 def require_here(found: Sequence[Leaning], what: str, name: str | None = None) -> None:
