@@ -136,7 +136,8 @@ def test_added_bytes_are_stored_here(family: Place, lazy: Store) -> None:
 
 def test_an_addition_may_differ_from_a_base_elsewhere(family: Place, lazy: Store) -> None:
     """With a base that is only at the remote, `add` stores differences that lean on it."""
-    lazy.add(family.model(1, 3), name="mine", base="base", threads=1)
+    report = lazy.add(family.model(1, 3), name="mine", base="base", threads=1)
+    assert "only at origin" in str(report.remarks[-1])
     sound(lazy)
     assert files(lazy, "mine") == model_files(1, 3)
     lazy.gc()
