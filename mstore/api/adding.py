@@ -177,8 +177,8 @@ class Adding(OpenStore):
         leans = leaning_of(self._catalog, self._catalog.manifest(report.manifest))
         remarks += tuple(
             phrase(
-                "its differences lean on {count} blocks ({size}) that are only at {remote}; to have "
-                "them here: {prefetch}",
+                "its differences lean on {count} blocks ({size}) that are only at {remote}; to "
+                "have them here: {prefetch}",
                 count=one.blocks,
                 size=format_size(one.bytes),
                 remote=one.remote,
