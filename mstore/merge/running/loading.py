@@ -278,9 +278,11 @@ class _Reader:
     def _forgets(self, run: Targets) -> bool:
         """Let go of kept copies of a run that was damaged; return whether another read may differ.
 
-        A base that was damaged stays: it was read before, for other blocks, too.
+        A base was read before, for other blocks, too: if that was damaged, the next run reads it
+        again.
         """
         places = [source.at for source, _ in run]
+        places += [source.base.at for source, _ in run if source.base is not None]
         return True in [self._packs.forget(at.pack, at.offset, at.stored_length) for at in places]
 
     def _decoded(self, run: Targets, bases: Mapping[BlockId, memoryview]) -> None:
