@@ -27,7 +27,7 @@ MODULES = {
     "mstore.fs": "disks files locks rights roots trees",
     "mstore.store.objects": "canonical manifest note plan snapshot tensor",
     "mstore.store": (
-        "catalog config contents generation layout leases listing mirror models not_finite "
+        "catalog config contents generation layout leaning leases listing mirror models not_finite "
         "objects pack_list payloads refs sealed_text"
     ),
     "mstore_cli": (

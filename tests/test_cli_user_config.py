@@ -43,6 +43,7 @@ def test_a_list_grows_and_shrinks(settings: Path, tmp_path: Path) -> None:
         "safe_stores": [],
         "author": "",
         "endpoints": [],
+        "cache_size": "",
     }
     assert NOWHERE.succeed(*line).lines == ["safe_stores  none"]
     assert not settings.exists()
@@ -170,7 +171,7 @@ def test_what_is_written_is_read(
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("own")))
         paths = list(dict.fromkeys(os.path.realpath(f"/nowhere/{name}") for name in names))
         author = "".join(filter(str.isprintable, names))[:256]
-        settings = {"safe_stores": paths, "author": author, "endpoints": []}
+        settings = {"safe_stores": paths, "author": author, "endpoints": [], "cache_size": ""}
         user_config._write(settings)
         assert user_config.read() == settings
 

@@ -247,6 +247,14 @@ JOBS = 8
 Jobs = Annotated[
     int, Option("--jobs", "-j", metavar="N", min=1, help="Parts that move at the same time.")
 ]
+Lazy = Annotated[
+    bool,
+    Option(
+        "--lazy",
+        help="Get no weights now, nor later from this remote: a block comes when something reads "
+        "it.",
+    ),
+]
 LimitRate = Annotated[
     str | None,
     Option("--limit-rate", metavar="SIZE", help="The most bytes a second, as 20MiB."),

@@ -24,6 +24,8 @@ def plan_document(report: PlanReport, file: Path | None) -> dict[str, object]:
         "expert_bytes_read": 0,
         "resumed_expert_bytes": 0,
         "base_bytes_read": 0,
+        "remote_bytes": 0,
+        "remote_requests": 0,
         "bytes_written": 0,
         "blocks_total": None,
         "blocks_reused": None,

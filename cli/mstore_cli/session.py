@@ -110,13 +110,10 @@ class Session:
 
         They go to an endpoint that the store's settings name only if the user named it, too.
         """
-        from mstore_cli import aws
-
-        endpoints = _own_endpoints()
+        endpoints = own_endpoints()
         store = self.open()
-        store.trust(*endpoints)
-        store.token = token()
-        store.s3_credentials = aws.credentials()
+        if not store.is_lazy:
+            _let_ask(store, endpoints)
         return store
 
     def trust(self, url: str, endpoint: str) -> str:
@@ -162,6 +159,9 @@ class Session:
         """Open the store; warn if its index cannot be trusted."""
         store = self._open_named(open_at)
         self._stores.append(store)
+        if store.is_lazy:
+            # Whatever reads a block may ask a remote.
+            _let_ask(store, own_endpoints())
         why = store.doubt()
         self.is_doubted = why is not None
         if why is not None:
@@ -225,7 +225,17 @@ def token() -> str:
     return os.environ.get(TOKEN_VARIABLE, "")
 
 
-def _own_endpoints() -> list[str]:
+def _let_ask(store: Store, endpoints: Iterable[str]) -> None:
+    """Let a store ask remotes, with the user's credentials and settings."""
+    from mstore_cli import aws, user_config
+
+    store.trust(*endpoints)
+    store.token = token()
+    store.s3_credentials = aws.credentials()
+    store.cache_bytes_on_disk = user_config.cache_size()
+
+
+def own_endpoints() -> list[str]:
     """Return the servers that the user's settings and environment name."""
     from mstore_cli import user_config
 

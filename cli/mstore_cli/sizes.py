@@ -5,6 +5,11 @@ Knows nothing of stores.  Parsing raises `BadRequest`; formatting never fails.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mstore.store.leaning import Leaning
+
 
 def parse_size(text: str, *, option: str) -> int:
     """Parse bytes: `2GiB` and `2G` are powers of 1024, `2GB` of 1000.
@@ -58,3 +63,8 @@ def format_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def not_here(one: Leaning) -> str:
+    """Return what stands for blocks that are only at a remote."""
+    return f"{counted(one.blocks, 'block')}, {format_size(one.bytes)}, at {one.remote}"

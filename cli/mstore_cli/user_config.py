@@ -3,6 +3,7 @@
     safe_stores = ["/srv/models/store"]
     author = "Ada <ada@example.org>"
     endpoints = ["https://minio.example.org"]
+    cache_size = "50GiB"
 
 Owns the keys, and how the file is read and written.  Only the command line reads it; what a command
 line or an MSTORE_* variable says wins.  The file is data, read up to a limit, and has to be the
@@ -102,6 +103,26 @@ def _no_author(text: str) -> str | None:
     return None if len(text) <= _MOST_AUTHOR else f"longer than {_MOST_AUTHOR} characters"
 
 
+def _no_size(text: str) -> str | None:
+    from mstore.terms.errors import BadRequest
+    from mstore.terms.sizes import parse_size
+
+    try:
+        parse_size(text, option="cache_size")
+    except BadRequest as error:
+        return error.what
+    return None
+
+
+def cache_size() -> int | None:
+    """Return the setting `cache_size` in bytes; None if it is not set."""
+    from mstore.terms.sizes import parse_size
+
+    found = read()["cache_size"]
+    is_set = isinstance(found, str) and bool(found)
+    return parse_size(str(found), option="cache_size") if is_set else None
+
+
 KEYS: Final[Mapping[str, Key]] = MappingProxyType(
     {
         key.name: key
@@ -129,6 +150,15 @@ KEYS: Final[Mapping[str, Key]] = MappingProxyType(
                 lambda word: word.rstrip("/"),
                 _no_endpoint,
                 "servers that get your credentials where a store's settings name them",
+            ),
+            Key(
+                "cache_size",
+                str,
+                str,
+                str,
+                _no_size,
+                "the most that each store keeps of what it reads at lazy remotes; a tenth of the "
+                "disk unless it is set",
             ),
         )
     }

@@ -24,6 +24,7 @@ GROUPS = {
             "remote fsck",
         ),
         *("push", "fetch", "pull", "clone", "copy", "bundle create"),
+        *("prefetch", "drop"),
         *("backup", "serve", "sign", "verify"),
     ),
     "Maintain": ("stats", "du", "prune", "gc", "pin", "unpin", "fsck", "doctor", "version"),

@@ -44,6 +44,7 @@ from mstore_fuse.tree import MountTree, SnapshotTree
 
 _STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SYSLOG = Path("/dev/log")
+_TOKEN = "MSTORE_TOKEN"  # noqa: S105 -- the name of a variable
 
 _PR_SET_PDEATHSIG = 1
 _ENDED = b"\0"  # no signal has number 0
@@ -117,6 +118,10 @@ class Daemon:
             self._store = Store.open(
                 request.store, cache_bytes=request.cache_bytes, verify=request.verify
             )
+            # For blocks that come from a remote; a token on the command line could be seen.
+            self._store.trust(*request.endpoints)
+            self._store.token = os.environ.get(_TOKEN, "")
+            self._store.cache_bytes_on_disk = request.cache_size
             tree = self._tree(self._store)
             if self._stop:
                 raise Unavailable("stopped before it was mounted", where=str(request.mountpoint))

@@ -65,6 +65,8 @@ class MountRequest:
     verify: str = Verify.ONCE
     follow: bool = False
     show_meta: bool = False
+    endpoints: tuple[str, ...] = ()
+    cache_size: int | None = None
 
 
 class MountInfo(msgspec.Struct, frozen=True):

@@ -228,6 +228,9 @@ def words(request: MountRequest) -> list[str]:
         line.append(f"--log={request.log}")
     if request.cache_bytes is not None:
         line.append(f"--cache-bytes={request.cache_bytes}")
+    if request.cache_size is not None:
+        line.append(f"--cache-size={request.cache_size}")
+    line += [f"--endpoint={one}" for one in request.endpoints]
     line += [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(request, name)]
     return [*line, "--", str(request.mountpoint)]
 
@@ -243,6 +246,8 @@ def parser() -> ArgumentParser:
     made.add_argument("--verify", default=Verify.ONCE.value)
     made.add_argument("--log", type=Path, metavar="FILE")
     made.add_argument("--cache-bytes", type=int, metavar="N")
+    made.add_argument("--cache-size", type=int, metavar="N")
+    made.add_argument("--endpoint", action="append", default=[], metavar="URL")
     for name in _SWITCHES:
         made.add_argument(f"--{name.replace('_', '-')}", action="store_true")
     made.add_argument("mountpoint", metavar="MOUNTPOINT", type=Path)
@@ -257,6 +262,8 @@ def request_of(given: Namespace) -> MountRequest:
         given.mountpoint,
         log=given.log,
         cache_bytes=given.cache_bytes,
+        cache_size=given.cache_size,
+        endpoints=tuple(given.endpoint),
         verify=given.verify,
         **{name: getattr(given, name) for name in _SWITCHES},
     )

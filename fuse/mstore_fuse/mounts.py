@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -59,6 +59,8 @@ def mount(
     verify: str = "once",
     follow: bool = False,
     show_meta: bool = False,
+    endpoints: Sequence[str] = (),
+    cache_size: int | None = None,
 ) -> MountInfo:
     """Show a snapshot (or, with `revision` None, the whole store) as files at `mountpoint`.
 
@@ -72,6 +74,8 @@ def mount(
     cache_bytes, verify: as for `Store.open`.
     follow: the revision is a ref, and files opened after it moves show its new snapshot.
     show_meta: list the directory `.mstore` of a snapshot, which is found by name in any case.
+    endpoints: as for `Store.trust`, if the store is lazy; credentials and MSTORE_TOKEN come from
+    the environment. cache_size: as `Store.cache_bytes_on_disk`.
 
     driver: `fuse`; `erofs`, by which the kernel itself reads the packs of a snapshot that is stored
     raw (as root, Linux 6.12 and later); or `auto`, `erofs` where it works and else `fuse`. With
@@ -98,6 +102,8 @@ def mount(
         verify=_one_of(Verify, "verify", verify),
         follow=follow,
         show_meta=show_meta,
+        endpoints=tuple(endpoints),
+        cache_size=cache_size,
     )
     *preferred, last = _chosen(request)
     if not preferred:

@@ -19,11 +19,13 @@ from mstore.api.open_store import OpenStore, local_path, thread_count
 from mstore.store import config, contents, leases
 from mstore.store.catalog import Catalog
 from mstore.store.contents import placing_damage
+from mstore.store.leaning import leaning_of
 from mstore.store.leases import Lease
 from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict
 from mstore.terms.ids import Revision
-from mstore.terms.phrases import Option, phrase
+from mstore.terms.phrases import Option, call, phrase
+from mstore.terms.sizes import format_size
 
 if TYPE_CHECKING:
     from mstore.checkpoint.conversion import ConversionLimits
@@ -172,6 +174,18 @@ class Adding(OpenStore):
         if codec == "raw":
             files = self._catalog.manifest(report.manifest).files
             remarks += self._still_coded(files, report.blocks_total, name)
+        leans = leaning_of(self._catalog, self._catalog.manifest(report.manifest))
+        remarks += tuple(
+            phrase(
+                "its differences lean on {count} blocks ({size}) that are only at {remote}; to "
+                "have them here: {prefetch}",
+                count=one.blocks,
+                size=format_size(one.bytes),
+                remote=one.remote,
+                prefetch=call("prefetch", name),
+            )
+            for one in leans
+        )
         return replace(
             report,
             remarks=remarks + report.remarks + _idle(exclusion, checkpoint),

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from mstore.remotes.collect import RemoteGcReport
     from mstore.remotes.copying import CopyReport
     from mstore.remotes.fetch import FetchReport
+    from mstore.remotes.prefetch import DropReport, PrefetchReport
     from mstore.remotes.push import PushReport
     from mstore.remotes.registry import RemoteContents, RemoteReport
     from mstore.remotes.state import Remote
     from mstore.remotes.statistics import OutgoingStatistics
     from mstore.remotes.store_remote import StoreRemote
     from mstore.remotes.usage import RemoteUsageReport
+    from mstore.store.catalog import Catalog
+    from mstore.terms.ids import Revision
     from mstore.terms.report import ProgressCallback
     from mstore.upkeep.backup.backup import CloneReport
 
@@ -38,6 +41,11 @@ class Exchanging(OpenStore):
     """Servers that may get credentials, though the store's settings name them; see `trust`."""
     token: str = ""
     """Says who asks, to web servers that `trust` names."""
+    cache_bytes_on_disk: int | None = None
+    """The most bytes of `cache/`, which keeps what came of lazy remotes; None: a tenth of the disk.
+
+    Set it before anything is read.
+    """
     s3_credentials: Callable[[], Any] | None = None
     """Gives credentials for s3:// (a credential provider of obstore); None: the environment does.
 
@@ -216,6 +224,7 @@ class Exchanging(OpenStore):
         refs: Sequence[str] = (),
         *,
         ancestors: bool = False,
+        lazy: bool = False,
         signers: Mapping[bytes, str] | None = None,
         jobs: int = JOBS,
         limit_rate: int | None = None,
@@ -226,6 +235,8 @@ class Exchanging(OpenStore):
         refs: the remote's branches and tags, or patterns; none: all, and those that it removed are
         removed here, too.  Everything is checked against its id before it is published.
         ancestors: also bring contents of ancestors, where the remote has them.
+        lazy: from now on, bring records of this remote and no weights: a block comes when something
+        reads it, and a part of the disk keeps what came (`cache_bytes_on_disk`).
         signers: trusted keys and their names, as for `log`.  Where the store has the setting
         `require_signed`, refs move only to snapshots that one of them signed.
         jobs: parts that are received at once. limit_rate: the most bytes a second.
@@ -238,6 +249,7 @@ class Exchanging(OpenStore):
             refs,
             pulls=False,
             ancestors=ancestors,
+            lazy=lazy,
             signers=signers,
             jobs=jobs,
             limit_rate=limit_rate,
@@ -250,6 +262,7 @@ class Exchanging(OpenStore):
         refs: Sequence[str] = (),
         *,
         ancestors: bool = False,
+        lazy: bool = False,
         signers: Mapping[bytes, str] | None = None,
         jobs: int = JOBS,
         limit_rate: int | None = None,
@@ -265,11 +278,59 @@ class Exchanging(OpenStore):
             refs,
             pulls=True,
             ancestors=ancestors,
+            lazy=lazy,
             signers=signers,
             jobs=jobs,
             limit_rate=limit_rate,
             progress=progress,
         )
+
+    def prefetch(
+        self,
+        revisions: Sequence[Revision] = (),
+        *,
+        every: bool = False,
+        only: Sequence[str] = (),
+        jobs: int = JOBS,
+        limit_rate: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> PrefetchReport:
+        """Bring what snapshots have only at lazy remotes, so that it can be read without them.
+
+        every: all that refs name. only: patterns of tensor names; the others stay there.
+        jobs, limit_rate: as for `fetch`.
+
+        Raises NotFound, BadRequest, Corrupt, Unavailable; then nothing of that remote came.
+        """
+        from functools import partial
+
+        from mstore.remotes import registry
+        from mstore.remotes.prefetch import prefetch
+
+        return prefetch(
+            self._catalog,
+            partial(self._remote, limit_rate=limit_rate),
+            registry.chosen_to_prefetch(self._catalog, revisions, every=every),
+            only=only,
+            jobs=job_count(jobs),
+            progress=progress,
+        )
+
+    def drop(self, revision: Revision, *, dry_run: bool = False) -> DropReport:
+        """Remove local copies of what a lazy remote has of a snapshot; `gc` then frees the space.
+
+        Blocks stay that something needs which the remote does not have: a snapshot that was not
+        pushed, or the base of a difference of one.  The remote is asked: a ref there must reach the
+        snapshot, with its contents.
+
+        dry_run: only report.
+
+        Raises Conflict if the remote does not have it, NotFound, Unavailable.
+        """
+        from mstore.remotes.prefetch import drop
+
+        snapshot = self._catalog.resolve(revision)
+        return drop(self._catalog, self._remote, snapshot, str(revision), dry_run=dry_run)
 
     def bundle(
         self,
@@ -341,6 +402,7 @@ class Exchanging(OpenStore):
         region: str = "",
         addressing_style: str = "",
         token: str = "",
+        lazy: bool = False,
         s3_credentials: Callable[[], Any] | None = None,
         threads: int | None = None,
         jobs: int = JOBS,
@@ -352,7 +414,8 @@ class Exchanging(OpenStore):
         source: a store's directory, whose refs, reflogs and settings come along, but for its
         remotes; or the address of a remote, which the new store knows as `origin`. endpoint,
         region, addressing_style, jobs, limit_rate: of a remote, as in `add_remote` and `fetch`.
-        token: for a web server. s3_credentials: as the attribute. threads: for a directory.
+        token: for a web server. s3_credentials: as the attribute. lazy: bring records and no
+        weights of a remote, as `fetch` does. threads: for a directory.
 
         The new store has its own UUID.  Others may write and run gc meanwhile.  Each payload is
         checked against its id.  Raises Conflict if something exists at `destination`, BadRequest
@@ -366,7 +429,9 @@ class Exchanging(OpenStore):
             from mstore.store.config import RemoteConfig
 
             return registry.clone(
-                RemoteConfig(registry.ORIGIN, str(source), endpoint, region, addressing_style),
+                RemoteConfig(
+                    registry.ORIGIN, str(source), endpoint, region, addressing_style, lazy
+                ),
                 local_path(destination),
                 token=token,
                 s3_credentials=s3_credentials,
@@ -396,6 +461,15 @@ class Exchanging(OpenStore):
             s3_credentials=self.s3_credentials,
         )
 
+    def _lean(self, catalog: Catalog) -> None:
+        elsewhere = catalog.index.elsewhere
+        if elsewhere is not None and elsewhere.reader is None:
+            from mstore.remotes import registry
+
+            elsewhere.reader = registry.reader_of(
+                catalog, self._remote, lambda: self.cache_bytes_on_disk
+            )
+
     def _outgoing(self, progress: ProgressCallback | None) -> OutgoingStatistics:
         from mstore.remotes.statistics import OutgoingStatistics
 
@@ -410,13 +484,19 @@ class Exchanging(OpenStore):
         *,
         pulls: bool,
         ancestors: bool,
+        lazy: bool,
         signers: Mapping[bytes, str] | None,
         jobs: int,
         limit_rate: int | None,
         progress: ProgressCallback | None,
     ) -> FetchReport:
+        from mstore.remotes import registry
         from mstore.remotes.fetch import Fetch
 
+        if lazy:
+            registry.set_lazy(self._catalog, name)
+            self._catalog.follow_remotes()
+            self._lean(self._catalog)
         with self._remote(name, limit_rate) as remote:
             return Fetch(
                 self._catalog,
@@ -426,6 +506,7 @@ class Exchanging(OpenStore):
                 contents_of_ancestors=ancestors,
                 signers=signers,
                 statistics=self._statistics,
+                lazy=registry.find(self._catalog, name).lazy,
                 jobs=job_count(jobs),
                 progress=progress,
             ).run()

@@ -196,7 +196,9 @@ class Keeping(OpenStore):
 
         scope = Scope.chosen(read_data=read_data, sample=sample, seed=seed)
         threads = thread_count(threads)
-        return Checker(self._catalog.layout, scope, threads=threads, progress=progress).run()
+        return Checker(
+            self._catalog.layout, scope, threads=threads, progress=progress, reader=self._reader
+        ).run()
 
     def repair(
         self,
@@ -226,7 +228,12 @@ class Keeping(OpenStore):
             self._statistics.file_bytes()
         if lmdb_check.faults(self._catalog.layout.memo):
             self._memo.file_bytes()
-        return Repair(self._catalog.layout, scope, paths, threads=threads, progress=progress).run()
+        return Repair(
+            *(self._catalog.layout, scope, paths),
+            threads=threads,
+            progress=progress,
+            reader=self._reader,
+        ).run()
 
     @staticmethod
     def reindex(

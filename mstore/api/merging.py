@@ -426,6 +426,7 @@ class Merging(OpenStore):
         from mstore.merge.planning.validate import require_effect
         from mstore.merge.planning.warnings import moved_inputs
         from mstore.merge.running.commit import merge_report, run_merge
+        from mstore.store.leaning import leaning_of, require_here
         from mstore.store.plans import find, sources_of
 
         began = time.monotonic()
@@ -464,6 +465,11 @@ class Merging(OpenStore):
             report = plan_report(record, id, sources, costs, warnings=told)
             seconds = time.monotonic() - began
             return merge_report(report, deferred, name=called, analyzed=analyzed, seconds=seconds)
+        if executor is not None:
+            inputs = map(self._catalog.manifest, record.manifest_ids())
+            for leaning in (leaning_of(self._catalog, one) for one in inputs):
+                require_here(leaning, "let workers read what is not here")
+        requests, received = self._traffic()
         merged = run_merge(
             self._catalog,
             record,
@@ -493,8 +499,14 @@ class Merging(OpenStore):
         if codec == "raw":
             coded = self._still_coded(made.files, outcome.blocks_total, called)
             planned = replace(planned, remarks=planned.remarks + coded)
-        seconds = time.monotonic() - began
-        return merge_report(planned, merged, name=called, analyzed=analyzed, seconds=seconds)
+        after = self._traffic()
+        return merge_report(
+            *(planned, merged),
+            name=called,
+            analyzed=analyzed,
+            seconds=time.monotonic() - began,
+            remote=(after[0] - requests, after[1] - received),
+        )
 
     def materialize(
         self,

@@ -26,6 +26,7 @@ ALWAYS = "always"
 # compiler.
 if TYPE_CHECKING:
     from mstore.blocks.codecs import Policy
+    from mstore.blocks.elsewhere import PartReader
     from mstore.blocks.schema import PlanInputs
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.virtual.blocks import VirtualBlocks
@@ -66,6 +67,7 @@ class OpenStore:
         self._author = author
         if catalog is not None:
             catalog.author = lambda: self.author
+            self._lean(catalog)
         self._path = path
         self._place = os.path.realpath(path)
         self._opened = catalog
@@ -217,6 +219,9 @@ class OpenStore:
         # A second call waits for the first.
         with self._closing, ExitStack() as parts:
             if opened is not None:
+                elsewhere = opened.index.elsewhere
+                if elsewhere is not None and elsewhere.reader is not None:
+                    parts.callback(elsewhere.reader.close)
                 parts.callback(opened.close)
             for part in (self._remembered, self._stats, self._virtual):
                 if part is not None:
@@ -250,7 +255,27 @@ class OpenStore:
             if self._opened is None:
                 self._opened, self._pid = Catalog.open(self._path), os.getpid()
                 self._opened.author = lambda: self.author
+                self._lean(self._opened)
             return self._opened
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether it reads blocks of a remote that are not here."""
+        return self._catalog.index.elsewhere is not None
+
+    @property
+    def _reader(self) -> PartReader | None:
+        """What reads lazy remotes, if there is one."""
+        elsewhere = self._catalog.index.elsewhere
+        return None if elsewhere is None else elsewhere.reader
+
+    def _traffic(self) -> tuple[int, int]:
+        """Return requests to lazy remotes until now, and bytes that came."""
+        reader = self._reader
+        return (0, 0) if reader is None else (reader.traffic.requests, reader.traffic.bytes)
+
+    def _lean(self, catalog: Catalog) -> None:
+        """Let a catalog read the blocks of lazy remotes; the part about remotes knows how."""
 
     @property
     def path(self) -> Path:

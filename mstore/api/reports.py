@@ -38,6 +38,7 @@ from mstore.remotes.check import RemoteCheckReport, RemoteProblem
 from mstore.remotes.collect import RemoteGcReport
 from mstore.remotes.copying import CopyReport
 from mstore.remotes.fetch import FetchReport
+from mstore.remotes.prefetch import DropReport, PrefetchReport
 from mstore.remotes.push import PushReport
 from mstore.remotes.registry import RemoteContents, RemoteRef, RemoteReport
 from mstore.remotes.tracking import MovedRef
@@ -64,6 +65,7 @@ from mstore.snapshots.notes import (
     SignatureReport,
 )
 from mstore.snapshots.signing import VerifyReport
+from mstore.store.leaning import Leaning
 from mstore.store.migrations import MigrateReport
 from mstore.store.not_finite import NotFiniteTensor
 from mstore.terms.report import Progress, ProgressCallback
@@ -106,6 +108,7 @@ __all__ = [
     "CopyReport",
     "DiffReport",
     "DirectoryDiffReport",
+    "DropReport",
     "ExpertBlame",
     "ExpertShare",
     "Explanation",
@@ -117,6 +120,7 @@ __all__ = [
     "HeldBytes",
     "LayerBlame",
     "LayerExplanation",
+    "Leaning",
     "MaterializeReport",
     "MergeReport",
     "MergeWarning",
@@ -130,6 +134,7 @@ __all__ = [
     "ParentReport",
     "PinReport",
     "PlanReport",
+    "PrefetchReport",
     "PreparedModel",
     "Problem",
     "Progress",

@@ -18,14 +18,14 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mstore.blocks import location
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_types import Cursor, IndexTransaction
 from mstore.blocks.location import Key, Location, Row
 from mstore.blocks.pack_store import HERE, unknown_place
-from mstore.blocks.packs import Footer, Kind, SealedPack
+from mstore.blocks.packs import NO_BASE, Footer, Kind, SealedPack
 from mstore.blocks.schema import (
     BACKUP,
     BLOCKS,
@@ -45,9 +45,14 @@ from mstore.terms.errors import Corrupt
 from mstore.terms.ids import ID_BYTES, BlockId, PackId, SnapshotId
 from mstore.terms.phrases import call
 
+if TYPE_CHECKING:
+    from mstore.blocks.elsewhere import RemoteBlocks
+
 _NEXT_PACK: Final = "packs"
 GENERATION: Final = "generation"
 _BATCH = 20_000
+_ELSEWHERE = 1 << 31
+"""Numbers of packs in made-up rows begin here; no store has had so many packs."""
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -62,8 +67,12 @@ class Index:
         """Refs that this process moved since the set was cleared; the mirror needs them."""
         self.places: Container[int] = (HERE,)
         """Where packs may lie.  A row of a pack elsewhere raises Incompatible when it is read."""
+        self.elsewhere: RemoteBlocks | None = None
+        """Where else blocks can be read.  What is stored is here only; see `readable_rows`."""
         self._pack_ids: dict[int, PackId] = {}
         self._epoch = 0
+        self._numbers: dict[PackId, int] = {}
+        self._packs_elsewhere: list[PackId] = []
         self._closing = Lock()
         self._released: Environment | None = None
 
@@ -312,6 +321,44 @@ class Index:
         rows: dict[bytes, Row] = dict(found)
         return [rows.get(bytes(block)) for block in blocks]
 
+    def readable_rows(
+        self, transaction: IndexTransaction, blocks: Sequence[bytes]
+    ) -> list[Row | None]:
+        """Return the rows of blocks that are stored, and made-up ones of those elsewhere.
+
+        A made-up row is good for `location` of this object, and for nothing that is written.
+        """
+        rows = self.block_rows(transaction, blocks)
+        if self.elsewhere is None or None not in rows:
+            return rows
+        missing = [at for at, row in enumerate(rows) if row is None]
+        found = self.elsewhere.locate([blocks[at] for at in missing])
+        for at, place in zip(missing, found, strict=True):
+            rows[at] = None if place is None else self._made_up(place)
+        return rows
+
+    def readable_block(self, transaction: IndexTransaction, block: BlockId) -> Location | None:
+        """Return where a block lies, here or elsewhere, or None."""
+        [row] = self.readable_rows(transaction, [block])
+        return None if row is None else self.location(transaction, row)
+
+    def base(self, transaction: IndexTransaction, block: BlockId) -> Location | None:
+        """Return where a block lies that others are differences to; alone, if it can be had so."""
+        here = self.block(transaction, block)
+        if self.elsewhere is None or (here is not None and here.base == NO_BASE):
+            return here
+        [there] = self.elsewhere.locate([block], alone=True)
+        return here if there is None else there
+
+    def _made_up(self, place: Location) -> Row:
+        with self._closing:
+            number = self._numbers.get(place.pack)
+            if number is None:
+                number = _ELSEWHERE + len(self._packs_elsewhere)
+                self._packs_elsewhere.append(place.pack)
+                self._numbers[place.pack] = number
+        return location.encode(number, place)
+
     def location(self, transaction: IndexTransaction, row: Row) -> Location:
         """Return where the row of a block or record says that its payload lies."""
         number, offset, stored, raw, codec, width, base = location.fields(row)
@@ -345,6 +392,8 @@ class Index:
         return None if row is None else self.location(transaction, row)
 
     def _pack_id(self, transaction: IndexTransaction, number: int) -> PackId:
+        if number >= _ELSEWHERE and number - _ELSEWHERE < len(self._packs_elsewhere):
+            return self._packs_elsewhere[number - _ELSEWHERE]
         if self._epoch != self.env.epoch:
             # A number assigned in an aborted transaction is assigned again.
             self._epoch = self.env.epoch

@@ -66,8 +66,8 @@ FORM: Final[Form[Row]] = Form(
 RECORD_FORM: Final[Form[Row]] = Form(_TEXT, frozenset({_LOCATION.size}), _same, _same, b"".join)
 
 
-def encode(number: int, entry: PackEntry) -> Row:
-    """Return the row of an entry of the pack with this number."""
+def encode(number: int, entry: PackEntry | Location) -> Row:
+    """Return the row of an entry of the pack with this number, or of a place in it."""
     head = _LOCATION.pack(
         number, entry.offset, entry.stored_length, entry.raw_length, entry.codec, entry.width
     )

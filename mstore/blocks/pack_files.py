@@ -43,7 +43,7 @@ _NAME = re.compile(r"[0-9a-f]{64}\.pack")
 class PackFiles(Packs):
     """The packs of a directory.
 
-    elsewhere: packs that have no name there yet, and their files. max_open: how many stay open;
+    staged: packs that have no name there yet, and their files. max_open: how many stay open;
     None: an eighth of what this process may open, because a command may read several stores, and at
     most MOST_OPEN.  Those that are read at this moment come on top.
     """
@@ -52,11 +52,11 @@ class PackFiles(Packs):
         self,
         directory: Path,
         *,
-        elsewhere: Mapping[PackId, Path] | None = None,
+        staged: Mapping[PackId, Path] | None = None,
         max_open: int | None = None,
     ) -> None:
         self._directory = directory
-        self._elsewhere = elsewhere or {}
+        self._staged = staged or {}
         self._max_open = _share_of_descriptors() if max_open is None else max_open
         self._lock = Condition()
         self._pid = os.getpid()
@@ -232,7 +232,7 @@ class PackFiles(Packs):
 
     def _place(self, pack: PackId) -> str:
         # Some ask for thousands, and a Path takes ten times as long.
-        staged = self._elsewhere.get(pack)
+        staged = self._staged.get(pack)
         return _place(self._directory, pack) if staged is None else str(staged)
 
     def table(self, pack: PackId) -> Footer:
@@ -362,14 +362,14 @@ class ScatteredPacks(PackFiles):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         if fs.is_there(directory):
-            self._elsewhere = {
+            self._staged = {
                 PackId(bytes.fromhex(name[: 2 * ID_BYTES])): directory / below / name
                 for below, name in self._names()
                 if _NAME.fullmatch(name)
             }
 
     def listed(self) -> Iterator[PackId]:
-        return iter(sorted(self._elsewhere))
+        return iter(sorted(self._staged))
 
 
 def places_of(store: Path) -> Places:

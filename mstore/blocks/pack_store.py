@@ -131,6 +131,14 @@ class Packs(ABC):
         """Return how many bytes of packs may be put. Raises StorageFailed."""
         return 1 << 62
 
+    def is_elsewhere(self, pack: PackId) -> bool:
+        """Return whether reads of this pack go elsewhere (`blocks.elsewhere`)."""
+        return False
+
+    def forget(self, pack: PackId, offset: int, length: int) -> bool:
+        """Let go of copies of bytes that were damaged; return whether another read may differ."""
+        return False
+
     # -- abilities ---------------------------------------------------------------------------
 
     def mapped(self, pack: PackId, is_private: bool) -> mmap.mmap | None:

@@ -334,7 +334,7 @@ class Arrival:
                 if key not in self._proved:
                     waiting.append(entry)
         with (
-            closing(PackFiles(self._catalog.layout.packs, elsewhere=self._files)) as files,
+            closing(PackFiles(self._catalog.layout.packs, staged=self._files)) as files,
             ThreadPoolExecutor(_threads(), "prove") as pool,
         ):
             reader = BlockReader(files, self._catalog.block_size)
@@ -368,7 +368,7 @@ class Arrival:
         """Store blocks without their base, which is a difference itself here."""
         if not self._restate:
             return
-        with closing(PackFiles(self._catalog.layout.packs, elsewhere=self._files)) as files:
+        with closing(PackFiles(self._catalog.layout.packs, staged=self._files)) as files:
             reader = BlockReader(files, self._catalog.block_size)
             for id in sorted(self._restate):
                 at = self._rows[Kind.BLOCK, id]

@@ -14,6 +14,7 @@ from mstore.remotes.state import Remote
 from mstore.remotes.store_remote import StoreRemote
 from mstore.remotes.tracking import MovedRef
 from mstore.store.catalog import Catalog
+from mstore.store.leaning import leaning_of, require_here
 from mstore.store.leases import Lease
 from mstore.terms.errors import BadRequest, Corrupt
 from mstore.terms.ids import SnapshotId
@@ -56,7 +57,11 @@ def copy_refs(
     if not names:
         raise BadRequest("no ref was named", hint=call("refs"))
     source = catalog.layout.root
-    chosen = list(refs_to_send(catalog, names))
+    sent = refs_to_send(catalog, names)
+    chosen = list(sent)
+    for name, ref in sent.items():
+        manifest = catalog.manifest_of(ref.snapshot_id())
+        require_here(leaning_of(catalog, manifest), "copy what is not here", name)
     with closing(Catalog.open(destination)) as other:
         if os.path.samefile(other.layout.root, source):
             raise BadRequest("this is the same store", where=str(destination))

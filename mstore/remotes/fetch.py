@@ -97,7 +97,7 @@ class Fetch:
     """One fetch, or one pull.
 
     tracks: whether refs below remotes/ say what is there. signers: names of trusted public keys.
-    statistics: takes those of the remote.
+    statistics: takes those of the remote. lazy: bring records, and no weights.
     """
 
     def __init__(
@@ -111,10 +111,12 @@ class Fetch:
         contents_of_ancestors: bool = False,
         signers: Mapping[bytes, str] | None = None,
         statistics: StatsStore | None = None,
+        lazy: bool = False,
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
         self._statistics = statistics
+        self._lazy = lazy
         self._catalog = catalog
         self._remote = remote
         self._names = names
@@ -234,7 +236,8 @@ class Fetch:
         notes = self._lacking_notes(state)
         is_about_known = any(local.is_known(row.snapshot_id()) for row in notes)
         is_all_here = all(local.is_known(id) and local.has_contents(id) for id in heads)
-        if is_about_known or self._with_contents or not is_all_here:
+        if is_about_known or self._with_contents or not is_all_here or self._lazy:
+            # What is read later is found by the tables of this state.
             places = RemotePlaces(self._remote, state)
             source = RemoteRecords(self._catalog, self._remote, places, state)
             source.looks_beyond = self._with_contents
@@ -242,7 +245,7 @@ class Fetch:
             needs = self.needs
             if isinstance(source, RemoteRecords):
                 taken = whole(source, heads, ancestors=self._with_contents)
-                needs = self.needs = gather(source, heads, taken)
+                needs = self.needs = gather(source, heads, taken, weights=not self._lazy)
                 transaction.rely_on(source.passed)
                 self._add_notes(source, needs, notes)
                 if self._catalog.config.require_signed:

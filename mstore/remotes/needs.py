@@ -25,10 +25,12 @@ from mstore.store.objects.canonical import Record
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import SnapshotRecord
-from mstore.store.objects.tensor import Tensor, VirtualTensor
+from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor
 from mstore.terms.ids import ID_BYTES, NoteId, SnapshotId, TensorId
 
 R = TypeVar("R", bound=Record)
+_SMALL = 1 << 20
+"""Longest header or file without tensors that is needed before anything reads it, in bytes."""
 _TOGETHER = 4096
 """Records that are asked for at once."""
 
@@ -89,7 +91,8 @@ class LocalRecords:
 class Needs(msgspec.Struct):
     """What snapshots need, each thing once, in the order in which it was found.
 
-    snapshots: children before their parents. whole: those whose contents are among the blocks.
+    snapshots: children before their parents. whole: those whose contents are needed.
+    weights: whether all their blocks are; else only those of headers and other small files.
     """
 
     snapshots: dict[SnapshotId, SnapshotRecord] = msgspec.field(default_factory=dict)
@@ -97,6 +100,7 @@ class Needs(msgspec.Struct):
     records: dict[Key, None] = msgspec.field(default_factory=dict)
     blocks: dict[bytes, None] = msgspec.field(default_factory=dict)
     notes: list[tuple[SnapshotId, NoteId]] = msgspec.field(default_factory=list)
+    weights: bool = True
 
     def by_kind(self) -> dict[Kind, list[bytes]]:
         """Return the ids of all records by their kinds, then those of the blocks."""
@@ -115,13 +119,17 @@ def whole(
 
 
 def gather(
-    source: RecordSource, named: Iterable[SnapshotId], is_whole: Callable[[SnapshotId], bool]
+    source: RecordSource,
+    named: Iterable[SnapshotId],
+    is_whole: Callable[[SnapshotId], bool],
+    *,
+    weights: bool = True,
 ) -> Needs:
     """Return what these snapshots need, with the contents of those that are to be whole.
 
-    Raises as the source does.
+    weights: as in `Needs`.  Raises as the source does.
     """
-    needs = Needs()
+    needs = Needs(weights=weights)
     manifests: dict[bytes, None] = {}
     plans: dict[bytes, None] = {}
     waiting = list(dict.fromkeys(named))
@@ -182,7 +190,7 @@ def _tensors(
         needs.records[content.kind, bytes(id)] = None
         if isinstance(content, VirtualTensor):
             plans[content.plan] = None
-        else:
+        elif needs.weights or (content.dtype == BYTES and content.nbytes <= _SMALL):
             raw = content.blocks
             starts = range(0, len(raw), ID_BYTES)
             needs.blocks.update(dict.fromkeys(raw[at : at + ID_BYTES] for at in starts))

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Final
 
 from mstore.blocks.codecs import Codec
+from mstore.blocks.elsewhere import KnownPlaces
 from mstore.blocks.location import Key, Location
 from mstore.blocks.packs import NO_BASE, Kind, PackEntry, table_entries
 from mstore.blocks.reader import RECORD_LIMIT, located
@@ -16,6 +17,7 @@ from mstore.blocks.segments import Segments
 from mstore.remotes.layout import PackRow
 from mstore.remotes.state import Remote, RemoteState
 from mstore.store.ahead import in_groups, in_order
+from mstore.store.layout import tables_of
 from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import Buffer, PackId
 
@@ -29,13 +31,12 @@ _CODECS: Final = frozenset(Codec)
 _DELTAS: Final = frozenset(codec for codec in Codec if codec.is_delta)
 
 
-class RemotePlaces:
+class RemotePlaces(KnownPlaces):
     """Where a remote has blocks and records, as one state of it says. For one thread."""
 
     def __init__(self, remote: Remote, state: RemoteState) -> None:
+        super().__init__(Segments.create(tables_of(remote.directory)), frozenset())
         self._remote = remote
-        self._segments = Segments.create(remote.directory / "places")
-        self._there: set[bytes] = set()
         self.follow(state)
 
     def follow(self, state: RemoteState) -> None:
@@ -95,49 +96,6 @@ class RemotePlaces:
         [(_, data)] = self._read([row])
         entries = self._checked(row, data, block_size)
         return [((Kind(one.kind), one.id), located(row.pack, one)) for one in entries]
-
-    def locate(self, kind: Kind, ids: Sequence[bytes]) -> list[Location | None]:
-        """Return where the remote has each of these, readable; None for what it does not have.
-
-        A difference is readable if the remote has its base in a form that needs none.
-        """
-        found = self._segments.locations(kind, b"".join(ids))
-        found = [
-            at if at is None or at.pack in self._there else self._other(kind, id)
-            for id, at in zip(ids, found, strict=True)
-        ]
-        bases = list(dict.fromkeys(at.base for at in found if at and at.base != NO_BASE))
-        if not bases:
-            return found
-        lost = {base for base, at in zip(bases, self.alone(bases), strict=True) if at is None}
-        return [
-            self._readable(id) if at is not None and at.base in lost else at
-            for id, at in zip(ids, found, strict=True)
-        ]
-
-    def _other(self, kind: Kind, id: bytes) -> Location | None:
-        places = self._segments.places(kind, id)
-        return next((at for at in places if at.pack in self._there), None)
-
-    def _readable(self, block: bytes) -> Location | None:
-        for at in self._segments.places(Kind.BLOCK, block):
-            if at.pack in self._there and (at.base == NO_BASE or self.alone([at.base])[0]):
-                return at
-        return None
-
-    def alone(self, blocks: Sequence[bytes]) -> list[Location | None]:
-        """Return where the remote has each block in a form that needs no base: it can be one."""
-        found = self._segments.locations(Kind.BLOCK, b"".join(blocks))
-        return [
-            at if at is None or self._is_alone(at) else self._other_alone(id)
-            for id, at in zip(blocks, found, strict=True)
-        ]
-
-    def _is_alone(self, at: Location) -> bool:
-        return at.pack in self._there and at.base == NO_BASE
-
-    def _other_alone(self, block: bytes) -> Location | None:
-        return next(filter(self._is_alone, self._segments.places(Kind.BLOCK, block)), None)
 
 
 def require_possible(entry: PackEntry, row: PackRow, block_size: int, where: str) -> None:

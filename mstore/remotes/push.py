@@ -405,7 +405,10 @@ class Push:
         found = []
         with index.env.read() as transaction:
             for id in ids:
-                row = index.row(transaction, (kind, id))
+                if kind == Kind.BLOCK:
+                    [row] = index.readable_rows(transaction, [id])
+                else:
+                    row = index.row(transaction, (kind, id))
                 if row is None:
                     raise Corrupt(
                         f"this {kind.name.lower()} is needed, and is neither here nor at "

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,13 +28,17 @@ from mstore.remotes.tracking import may_write
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.config import RemoteConfig
+from mstore.store.leaning import all_leaning, require_here
 from mstore.store.refs import refs_in
 from mstore.store.transaction import RefMove, choose_moves
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, NotFound, did_you_mean
-from mstore.terms.ids import SnapshotId
+from mstore.terms.ids import Revision, SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.backup.backup import CloneReport
+
+if TYPE_CHECKING:
+    from mstore.blocks.elsewhere import PartReader
 
 ORIGIN = "origin"
 
@@ -52,6 +56,8 @@ class RemoteReport(Report, frozen=True):
     """the region; else empty"""
     addressing_style: str
     """where requests name the bucket, path or virtual; empty: as the environment says"""
+    lazy: bool = False
+    """whether blocks stay there until something reads them"""
 
 
 class RemoteRef(Report, frozen=True):
@@ -116,6 +122,26 @@ def find(catalog: Catalog, name: str) -> RemoteConfig:
     return known[name]
 
 
+def set_lazy(catalog: Catalog, name: str) -> None:
+    """From now on, fetch only records of a remote: blocks come when something reads them."""
+    config = find(catalog, name)
+    if not config.lazy:
+        others = (one for one in catalog.config.remotes if one.name != name)
+        catalog.set_remotes((*others, msgspec.structs.replace(config, lazy=True)))
+
+
+def reader_of(
+    catalog: Catalog,
+    opens: Callable[[str], AbstractContextManager[Remote]],
+    limit: Callable[[], int | None],
+) -> PartReader:
+    """Return what reads the lazy remotes of a store.  limit: of the cache, in bytes."""
+    from mstore.remotes.cache import PartCache
+    from mstore.remotes.lazy import RemoteParts
+
+    return RemoteParts(opens, PartCache(catalog.layout.cache, limit))
+
+
 def add(catalog: Catalog, config: RemoteConfig) -> RemoteReport:
     """Give a name to a remote."""
     config = address.checked(config)
@@ -136,6 +162,9 @@ def _taken(name: str) -> Conflict:
 def remove(catalog: Catalog, name: str) -> RemoteReport:
     """Forget a remote and its refs."""
     config = find(catalog, name)
+    if config.lazy:
+        only_here = [one for one in all_leaning(catalog) if one.remote == name]
+        require_here(only_here, f"remove {name}")
     _move_refs(catalog, name, None)
     catalog.set_remotes(tuple(one for one in catalog.config.remotes if one.name != name))
     fs.remove_tree(_directory(catalog, name))
@@ -272,6 +301,19 @@ def chosen_to_push(
     return names
 
 
+def chosen_to_prefetch(
+    catalog: Catalog, revisions: Sequence[Revision], *, every: bool
+) -> Sequence[SnapshotId]:
+    """Return the snapshots to prefetch. Raises BadRequest where none was named, NotFound."""
+    if every == bool(revisions):
+        raise BadRequest("all refs, or some revisions", hint=call("prefetch", "REF"))
+    if every:
+        kinds = (refs.BRANCH, refs.TAG)
+        named = (ref.snapshot_id() for ref in catalog.refs().values() if ref.kind in kinds)
+        return list(dict.fromkeys(named))
+    return list(dict.fromkeys(map(catalog.resolve, revisions)))
+
+
 def clone(
     config: RemoteConfig,
     destination: Path,
@@ -301,6 +343,7 @@ def clone(
                         (),
                         pulls=True,
                         statistics=statistics,
+                        lazy=config.lazy,
                         jobs=jobs,
                         progress=progress,
                     ).run()

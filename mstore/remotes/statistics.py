@@ -109,7 +109,8 @@ class OutgoingStatistics:
         if finds:
             self._find(list(dict.fromkeys(pair for some in pairs.values() for pair in some)))
         for id, some in pairs.items():
-            data = encode(self._statistics.about(some)) if some else b""
+            alone = map(TensorId, sorted(tensors[id]))
+            data = encode(self._statistics.about(some, alone)) if some else b""
             # What is longer is measured again where it is needed.
             self._encoded[id] = data if len(data) <= MOST_STATISTICS_BYTES else b""
         return {id: data for id in asked if (data := self._encoded[id])}

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.schema import PINNED, PRUNED
@@ -27,6 +27,7 @@ from mstore.snapshots.notes import NoteReport, SignatureReport
 from mstore.store import listing
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
+from mstore.store.leaning import Leaning, leaning_of
 from mstore.store.models import Models, models_in
 from mstore.store.not_finite import NotFiniteTensor, of_snapshot
 from mstore.store.objects.manifest import File, Manifest
@@ -135,6 +136,8 @@ class SnapshotReport(Report, frozen=True):
     """whether its record or manifest is lost; then what is unknown is empty or None"""
     pinned: bool = False
     """whether its blocks were rewritten raw and in file order"""
+    leans_on: tuple[Leaning, ...] = ()
+    """lazy remotes that have blocks of it which are not here; `show` looks, `log` does not"""
     not_finite: tuple[NotFiniteTensor, ...] = ()
     """tensors with elements that are, or may be, infinite or NaN, and are finite in the base of
     the merge, worst first"""
@@ -192,8 +195,10 @@ def describe(
 ) -> SnapshotReport:
     """Report one snapshot. Raises NotFound if it is missing."""
     # A requested snapshot must be readable; only ancestors may be missing.
-    catalog.manifest_of(id)
-    return _described(catalog, id, names, _pruned(catalog, names), catalog.index.marked(PINNED))
+    manifest = catalog.manifest_of(id)
+    pinned = catalog.index.marked(PINNED)
+    report = _described(catalog, id, names, _pruned(catalog, names), pinned)
+    return replace(report, leans_on=() if report.pruned else leaning_of(catalog, manifest))
 
 
 def _pruned(catalog: Catalog, names: dict[SnapshotId, list[str]]) -> set[SnapshotId]:

@@ -236,10 +236,12 @@ class BlockCache:
 
     def _read_at(self, block: BlockId, location: Location) -> Buffer | _Checked:
         """Check a raw block at this very place; decode any other. Raises Outdated, Corrupt."""
-        if location.codec != Codec.RAW:
+        packs = self._catalog.packs
+        if location.codec != Codec.RAW or packs.is_elsewhere(location.pack):
+            # What is read elsewhere is checked each time.
             return self._catalog.read_block(block, location)
         # Before it is read: the bytes checked are then of this version or of a later one.
-        version = self._catalog.packs.version(location.pack)
+        version = packs.version(location.pack)
         self._catalog.read_block_at(block, location, self._room(location.raw_length))
         return _Checked(location, version)
 

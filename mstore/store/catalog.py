@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -34,6 +34,9 @@ from mstore.terms.errors import Corrupt, NotFound, StorageFailed
 from mstore.terms.ids import ID_BYTES, Identified, ManifestId, Revision, SnapshotId
 from mstore.terms.phrases import call
 
+if TYPE_CHECKING:
+    from mstore.blocks.elsewhere import RemoteBlocks
+
 
 class Catalog(Payloads):
     """One open store."""
@@ -51,7 +54,9 @@ class Catalog(Payloads):
         config = Config.load(layout)
         layouts.require_local(layout.root, config.filesystem)
         fs.share(layout.root, config.shared)
-        return cls(layout, config, Index(layout.index), PackFiles(layout.packs))
+        catalog = cls(layout, config, Index(layout.index), PackFiles(layout.packs))
+        catalog.follow_remotes()
+        return catalog
 
     @classmethod
     def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:
@@ -82,6 +87,12 @@ class Catalog(Payloads):
         self.packs.close()
         self.index.close()
         self.layout.close()
+
+    def follow_remotes(self) -> None:
+        """Know the blocks of lazy remotes, as the settings name them now."""
+        found = elsewhere_of(self.layout, self.config)
+        if found is not None and self.index.elsewhere is None:
+            self.lean_on(found)
 
     def configure(self, changes: Mapping[str, object]) -> None:
         """Change settings of the store, now and for later opens.  Raises BadRequest."""
@@ -249,6 +260,17 @@ class Catalog(Payloads):
         with self.index.env.read() as transaction:
             found = listing.with_content(self.index, transaction, manifest)
         return sorted(found, key=lambda id: (-self.snapshot(id).time_ns, id))
+
+
+def elsewhere_of(layout: Layout, config: Config) -> RemoteBlocks | None:
+    """Return where blocks lie that are not here; None if the store has no lazy remote."""
+    lazy = [one.name for one in config.remotes if one.lazy]
+    if not lazy:
+        return None
+    # Late: it imports numpy, and few stores have one.
+    from mstore.blocks.elsewhere import RemoteBlocks
+
+    return RemoteBlocks([(name, layouts.tables_of(layout.remotes / name)) for name in lazy])
 
 
 def now_ns() -> int:

@@ -10,6 +10,7 @@
     url = "s3://bucket/models"
     endpoint = ""        the server, where the provider's own is not meant
     region = ""
+    lazy = false         whether only records are fetched, and blocks come when something reads them
     addressing_style = ""    path or virtual: where requests name the bucket, at S3
 
 Owns the keys, their allowed values, and the file. Missing keys have their default; so have all keys
@@ -44,7 +45,7 @@ Value = str | int
 """A truth value is an int, too."""
 
 
-class RemoteConfig(msgspec.Struct, frozen=True):
+class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a remote is.  No credential is ever part of it."""
 
     name: str
@@ -52,6 +53,7 @@ class RemoteConfig(msgspec.Struct, frozen=True):
     endpoint: str = ""
     region: str = ""
     addressing_style: str = ""
+    lazy: bool = False
 
     def text(self) -> str:
         """Return its table in the file."""
@@ -164,8 +166,9 @@ _FILESYSTEM: Final = re.compile(r"[\w.+-]{0,64}", re.ASCII)
 def _remotes(given: object) -> tuple[RemoteConfig, ...]:
     """Parse the tables of remotes.  What an address may be is for `mstore.remotes.address`."""
     try:
-        tables = msgspec.convert(given, dict[str, dict[str, str]])
-        return tuple(RemoteConfig(name, **table) for name, table in tables.items())
+        tables = msgspec.convert(given, dict[str, dict[str, str | bool]])
+        named = ({**table, "name": name} for name, table in tables.items())
+        return tuple(msgspec.convert(one, RemoteConfig, strict=True) for one in named)
     except (msgspec.ValidationError, TypeError) as error:
         raise BadRequest(f"the settings of a remote: {error}") from error
 

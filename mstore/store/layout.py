@@ -10,6 +10,7 @@ STORE/
   memo/       LMDB: what merges made, can be thrown away; made by the first merge
   refs/       text mirror of the refs, and the list of packs
   remotes/    what is known of remotes, can be read again; missing while there is none
+  cache/      parts of packs of lazy remotes, can be thrown away; missing while there is none
   lost+found/ packs that the index does not know; missing while there is none
   tmp/        one directory a running operation; garbage when its owner is gone
 """
@@ -51,8 +52,8 @@ _TABLES = ("index", "stats", "memo")
 
 _VERSION = re.compile(r"0|[1-9][0-9]{0,8}")
 
-_DIRECTORIES = ("packs", "index", "stats", "memo", "refs", "remotes", "lost+found", "tmp")
-_MADE_ANEW = ("lock", "lost+found", "memo", "remotes", "stats", "tmp")
+_DIRECTORIES = ("packs", "index", "stats", "memo", "refs", "remotes", "cache", "lost+found", "tmp")
+_MADE_ANEW = ("cache", "lock", "lost+found", "memo", "remotes", "stats", "tmp")
 _PACKS_OF = re.compile("[0-9a-f]{2}")
 _FILES = (
     *("format", "config", "lock", BACKUP_MARKER, "refs/mirror"),
@@ -164,6 +165,11 @@ class Layout(msgspec.Struct, frozen=True):
     def lost_found(self) -> Path:
         """Packs that no row names; deleted only on request.  May be missing."""
         return self.root / "lost+found"
+
+    @property
+    def cache(self) -> Path:
+        """Parts of packs that lie elsewhere (`mstore.remotes.cache`).  May be missing."""
+        return self.root / "cache"
 
     @property
     def remotes(self) -> Path:
@@ -471,3 +477,8 @@ def read(root: Path) -> Layout:
     if line != _format_line(layout, int(fields[1])) or not _is_block_size(layout.block_size):
         raise Corrupt("not a format file", where=str(path), hint=_copy_format(root))
     return layout
+
+
+def tables_of(remote: Path) -> Path:
+    """Return where the tables of a remote's packs are, in what is kept of it."""
+    return remote / "places"

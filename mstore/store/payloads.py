@@ -54,6 +54,8 @@ from mstore.terms.phrases import call
 if TYPE_CHECKING:
     import numpy as np
 
+    from mstore.blocks.elsewhere import PartReader, RemoteBlocks
+
     Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -190,13 +192,28 @@ class Payloads:
         self.layout = layout
         self.index = index
         self.packs = packs
-        """The packs of this directory: the only place to which packs are written."""
+        """The packs of this directory, the only place to which packs are written; reads of them go
+        elsewhere, too, once `lean_on` was called."""
         self.places = Places({HERE: packs})
         index.places = self.places
         self._reader = BlockReader(packs, layout.block_size)
         self._records = RecordCache()
         self._room = ThreadBuffer(layout.block_size)
         self.lengths = StoredLengths(index, self.stored_lengths)
+
+    def lean_on(self, elsewhere: RemoteBlocks) -> None:
+        """Look for blocks that are not stored elsewhere. Call it before anything is read."""
+        self.index.elsewhere = elsewhere
+        from mstore.blocks.elsewhere import PacksAndRemotes
+
+        self.packs = PacksAndRemotes(self.packs, elsewhere)
+        self.places[HERE] = self.packs
+        self._reader = BlockReader(self.packs, self.block_size)
+
+    def read_elsewhere(self, reader: PartReader | None) -> None:
+        """Let this reader read what lies elsewhere; who made it closes it."""
+        if self.index.elsewhere is not None:
+            self.index.elsewhere.reader = reader
 
     @property
     def block_size(self) -> int:
@@ -224,7 +241,12 @@ class Payloads:
             places = dict(zip(blocks, self._rows_of(transaction, blocks)[1], strict=True))
             bases = dict.fromkeys(BlockId(at.base) for at in places.values() if _is_delta(at))
             others = [base for base in bases if base not in places]
-            return places | dict(zip(others, self._rows_of(transaction, others)[1], strict=True))
+            places |= dict(zip(others, self._rows_of(transaction, others)[1], strict=True))
+            if self.index.elsewhere is not None:
+                for base in bases:
+                    at = self.index.base(transaction, base)
+                    places[base] = places[base] if at is None else at
+            return places
 
     def rows_of(self, blocks: Sequence[BlockId]) -> tuple[list[Row], list[Location]]:
         """Return the row of each block, and where it lies.  Raises as `locate`."""
@@ -234,7 +256,7 @@ class Payloads:
     def _rows_of(
         self, transaction: IndexTransaction, blocks: Sequence[BlockId]
     ) -> tuple[list[Row], list[Location]]:
-        rows = _all_stored(blocks, self.index.block_rows(transaction, blocks))
+        rows = _all_stored(blocks, self.index.readable_rows(transaction, blocks))
         return rows, self.index.locations(transaction, rows)
 
     def stored_lengths(self, blocks: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -245,7 +267,7 @@ class Payloads:
         order = np.frombuffer(b"".join([block[:8] for block in blocks]), dtype=">u8").argsort()
         ordered = [blocks[at] for at in order.tolist()]
         with self.index.env.read() as transaction:
-            rows = self.index.block_rows(transaction, ordered)
+            rows = self.index.readable_rows(transaction, ordered)
         lengths = np.empty(len(blocks), dtype=np.int64)
         lengths[order] = stored_lengths(_all_stored(ordered, rows))
         return lengths
@@ -254,6 +276,11 @@ class Payloads:
         """Return whether each block is stored."""
         with self.index.env.read() as transaction:
             return self.index.has_blocks(transaction, blocks)
+
+    def can_read(self, blocks: Sequence[BlockId]) -> list[bool]:
+        """Return whether each block is stored, or can be read elsewhere."""
+        with self.index.env.read() as transaction:
+            return [row is not None for row in self.index.readable_rows(transaction, blocks)]
 
     def out_of_place(self, blocks: Collection[BlockId]) -> list[BlockId]:
         """Return stored blocks whose bytes, or those of their delta base, are in a missing pack."""
@@ -308,7 +335,7 @@ class Payloads:
         """
         for _ in range(LOOKS - 1):
             try:
-                return read(location)
+                return self._trying_again(location, read)
             except Outdated as gone:
                 fresh = self.locate([block])[0]
                 if fresh == location:
@@ -320,6 +347,25 @@ class Payloads:
                 location = fresh
         return read(location)
 
+    def _trying_again(self, location: Location, read: Callable[[Location], T]) -> T:
+        """Read; once more, without kept copies, if what came from elsewhere was damaged."""
+        try:
+            return read(location)
+        except Outdated:
+            raise
+        except Corrupt:
+            places = [location]
+            if _is_delta(location):
+                with self.index.env.read() as transaction:
+                    base = self.index.base(transaction, BlockId(location.base))
+                places += [] if base is None else [base]
+            # Each of them: which is damaged is not known.
+            if True not in [
+                self.packs.forget(at.pack, at.offset, at.stored_length) for at in places
+            ]:
+                raise
+            return read(location)
+
     def _base(self, block: BlockId, location: Location) -> Buffer | None:
         """Read the base of a delta, not checked: the decoded block itself is."""
         if not _is_delta(location):
@@ -328,7 +374,7 @@ class Payloads:
         self._reader.check_lengths(block, location)
         base = BlockId(location.base)
         with self.index.env.read() as transaction:
-            place = self.index.block(transaction, base)
+            place = self.index.base(transaction, base)
         if place is None:
             raise Outdated(
                 f"its base {base} is not stored", where=f"block {block}", hint=FSCK, block=block

@@ -72,6 +72,8 @@ class Transaction:
         self._own_records: set[Key] = set()
         self._pending: dict[TensorId, Tensor] = {}
         self._relied_blocks: set[BlockId] = set()
+        # Of stored tensors: these may lie elsewhere.  What this transaction was given may not.
+        self._read_blocks: set[bytes] = set()
         self._relied_records: set[Key] = set()
         self.blocks_new = 0
         # Before any write: garbage of a killed writer may occupy the space that is needed.
@@ -263,7 +265,9 @@ class Transaction:
             self.rely_on_manifest(self._catalog.manifest(id))
 
     def _rely_on_blocks(self, tensor: Tensor) -> None:
-        self._relied_blocks.update(id for id in tensor.block_ids() if id not in self._own)
+        blocks = [id for id in tensor.block_ids() if id not in self._own]
+        self._relied_blocks.update(blocks)
+        self._read_blocks.update(blocks)
 
     def put_record(self, record: Record) -> Id:
         """Store a record unless it is stored already; return its id.  Raises as `put_records`."""
@@ -343,6 +347,11 @@ class Transaction:
         blocks = sorted(self._relied_blocks)
         there = index.has_blocks(transaction, blocks)
         gone: list[bytes] = [b for b, is_there in zip(blocks, there, strict=True) if not is_there]
+        if index.elsewhere is not None and gone:
+            places = index.elsewhere.locate(gone)
+            may_lean = self._read_blocks
+            leans = [at is not None and b in may_lean for b, at in zip(gone, places, strict=True)]
+            gone = [b for b, is_read in zip(gone, leans, strict=True) if not is_read]
         records = self._relied_records
         gone += [id for _, id in records - index.has_records(transaction, records)]
         _require_unmoved(gone)
@@ -375,7 +384,7 @@ class Transaction:
         }
         gone: list[bytes] = []
         for base in bases:
-            place = self._catalog.index.block(transaction, base)
+            place = self._catalog.index.base(transaction, base)
             if place is None or Codec(place.codec).is_delta:
                 gone.append(base)
         _require_unmoved(gone)

@@ -21,7 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -439,8 +439,13 @@ class Reach:
         ids, search = self._searches.popleft()
         found = search.result()
         self._mark_blocks(found[found >= 0])
-        for at in np.flatnonzero(found < 0).tolist():
-            self._mark_later(BlockId(id_at(ids, at)))
+        absent = [BlockId(id_at(ids, at)) for at in np.flatnonzero(found < 0).tolist()]
+        lost = [block for block in absent if not self._mark_later(block)]
+        elsewhere = self._catalog.index.elsewhere
+        if elsewhere is not None and lost:
+            there = elsewhere.locate(lost)
+            lost = [block for block, at in zip(lost, there, strict=True) if at is None]
+        self.missing.update(lost)
 
     def _mark_blocks(self, numbers: Numbers) -> None:
         live = self.live[Kind.BLOCK]
@@ -448,20 +453,36 @@ class Reach:
             live[numbers] = True
             bases = self.inventory.blocks.base[numbers]
             lost = numbers[bases == LOST_BASE].tolist()
-            self.lost_bases.update(map(self.inventory.blocks.id, lost))
+            self.lost_bases.update(self._without_base(map(self.inventory.blocks.id, lost)))
             numbers = bases[bases >= 0].astype(np.int64)
             numbers = numbers[~live[numbers]]
 
-    def _mark_later(self, block: BlockId) -> None:
-        """Mark the base of a block that is newer than the inventory: the base may be older."""
+    def _without_base(self, blocks: Iterable[bytes]) -> list[bytes]:
+        """Return those of these differences whose base is not elsewhere, either."""
+        index = self._catalog.index
+        if index.elsewhere is None:
+            return list(blocks)
+        reading = index.env.read() if self._later is None else nullcontext(self._later)
+        with reading as transaction:
+            own = {block: index.block(transaction, BlockId(block)) for block in blocks}
+            return [
+                block
+                for block, at in own.items()
+                if at is None or index.base(transaction, BlockId(at.base)) is None
+            ]
+
+    def _mark_later(self, block: BlockId) -> bool:
+        """Mark the base of a block that is newer than the inventory: the base may be older.
+
+        Returns whether the block is stored at all.
+        """
         location = None
         if self._later is not None:
             location = self._catalog.index.block(self._later, block)
-        if location is None:
-            self.missing.add(block)
-        elif location.base != NO_BASE:
+        if location is not None and location.base != NO_BASE:
             found = self.inventory.blocks.find(location.base)
             self._mark_blocks(found[found >= 0])
+        return location is not None
 
     # -- records -----------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from mstore_cli.options import (
     Argument,
     Endpoint,
     Jobs,
+    Lazy,
     LimitRate,
     Region,
     Threads,
@@ -54,6 +55,7 @@ def clone(
     endpoint: Endpoint = None,
     region: Region = None,
     addressing_style: AddressingStyle = None,
+    lazy: Lazy = False,
     jobs: Jobs = JOBS,
     limit_rate: LimitRate = None,
 ) -> None:
@@ -64,8 +66,9 @@ def clone(
     every block is checked. Statistics, the memo table and remotes are not copied.
 
     From the address of a remote come its branches, its tags and what they need. The new store knows
-    the remote as origin. --endpoint, --region, --addressing-style, --jobs and --limit-rate are for
-    that. A web server gets the token in the variable MSTORE_TOKEN, if you have one.
+    the remote as origin. With --lazy, no weights come: each block is brought when something reads
+    it, and kept in a cache. --endpoint, --region, --addressing-style, --jobs and --limit-rate are
+    for remotes, too. A web server gets the token in the variable MSTORE_TOKEN, if you have one.
     """
     given = session.given_store
     if given is not None and given.absolute() != Path(source).absolute():
@@ -82,6 +85,7 @@ def clone(
             addressing_style=addressing_style or "",
             token=token(),
             s3_credentials=aws.credentials(),
+            lazy=lazy,
             threads=threads,
             jobs=jobs,
             limit_rate=rate_of(limit_rate),

@@ -14,7 +14,7 @@ from mstore_cli.merging import parse_share
 from mstore_cli.options import Option, Threads
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import counted, format_seconds, format_share, format_size
+from mstore_cli.sizes import counted, format_seconds, format_share, format_size, not_here
 
 if TYPE_CHECKING:
     from mstore.api.reports import Affected, CheckReport, Problem, RepairReport
@@ -136,6 +136,7 @@ def _show(screen: Screen, report: CheckReport, typed: Typed) -> None:
             ("refs", report.refs),
             ("read", f"{read} in {format_seconds(report.seconds)}"),
             ("seed", report.seed),
+            *(("not here", not_here(one)) for one in report.leans_on),
             ("garbage", ", ".join(report.garbage) or None),
         ]
     )

@@ -25,7 +25,7 @@ from mstore_cli.options import RESULT, WHAT, Codec, Message, Option, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.plan_output import draw_remarks, error_fields, format_bound, of_full
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_size, parse_size
+from mstore_cli.sizes import counted, format_seconds, format_size, parse_size
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
@@ -216,6 +216,7 @@ def merge(
                 ("  resumed", _some_size(report.resumed_expert_bytes)),
                 ("analysis read", format_size(report.analyze_bytes_read)),
                 ("base read", format_size(report.base_bytes_read)),
+                ("  from remotes", _from_remotes(report)),
                 ("written", format_size(report.bytes_written)),
                 ("blocks", f"{report.blocks_total}: {report.blocks_reused} reused"),
                 *error_fields(report),
@@ -284,3 +285,9 @@ def _optional_size(size: int | None) -> str:
 def _some_size(size: int) -> str | None:
     """Format a size; None, which prints no line, for zero."""
     return format_size(size) if size else None
+
+
+def _from_remotes(report: MergeReport) -> str | None:
+    if not report.remote_requests:
+        return None
+    return f"{format_size(report.remote_bytes)} in {counted(report.remote_requests, 'request')}"

@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from mstore_cli import completion
+from mstore_cli import completion, user_config
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.options import Argument, Option
 from mstore_cli.output import Screen, near
-from mstore_cli.session import Session
+from mstore_cli.session import Session, own_endpoints
 from mstore_fuse.driver import DriverName, MountInfo, Verify
 
 # By default both prefetch from network file systems only (docs.vllm.ai/en/latest/api/vllm/config,
@@ -133,6 +133,8 @@ def mount(
         verify=verify,
         follow=follow,
         show_meta=show_meta,
+        endpoints=own_endpoints(),
+        cache_size=user_config.cache_size(),
     )
 
 

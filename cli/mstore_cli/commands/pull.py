@@ -17,7 +17,7 @@ from mstore_cli.exchange import (
     signed,
     signers_for,
 )
-from mstore_cli.options import JOBS, Jobs, LimitRate, MaybeRemote, Option, RemoteRefs
+from mstore_cli.options import JOBS, Jobs, Lazy, LimitRate, MaybeRemote, Option, RemoteRefs
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.signers import SignersOption
@@ -35,6 +35,7 @@ def pull(
     ancestors: Annotated[
         bool, Option("--ancestors", help="Also get contents of ancestors that the remote has.")
     ] = False,
+    lazy: Lazy = False,
     signers: SignersOption = None,
     jobs: Jobs = JOBS,
     limit_rate: LimitRate = None,
@@ -54,6 +55,7 @@ def pull(
             remote,
             refs,
             ancestors=ancestors,
+            lazy=lazy,
             signers=signers_for(store, signers),
             jobs=jobs,
             limit_rate=rate_of(limit_rate),

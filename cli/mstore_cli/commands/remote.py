@@ -11,6 +11,7 @@ MORE = {
     "endpoint": Column("ENDPOINT"),
     "region": Column("REGION"),
     "addressing_style": Column("STYLE"),
+    "lazy": Column("LAZY"),
 }
 
 
@@ -37,9 +38,16 @@ def remote(session: Session) -> None:
         screen.table(
             (*COLUMNS, *(MORE[field] for field in more)),
             (
-                (one.name, one.url, *(getattr(one, field) or "-" for field in more))
+                (one.name, one.url, *(_shown(getattr(one, field)) for field in more))
                 for one in remotes
             ),
         )
 
     session.output.emit({"remotes": remotes}, ids=[one.name for one in remotes], human=human)
+
+
+def _shown(value: str | bool) -> str:
+    """Return what stands in a column: a text, or whether something is so."""
+    if isinstance(value, bool):
+        return "yes" if value else "-"
+    return value or "-"

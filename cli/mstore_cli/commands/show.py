@@ -11,7 +11,7 @@ from mstore_cli.options import Revision
 from mstore_cli.output import Screen, named, noted, when
 from mstore_cli.session import Session
 from mstore_cli.signers import lines_on_unknown_keys, signatures_of, states_of, trusted_signers
-from mstore_cli.sizes import counted, format_size
+from mstore_cli.sizes import counted, format_size, not_here
 
 if TYPE_CHECKING:
     from mstore.api.reports import NoteReport, ParentReport, SnapshotReport
@@ -44,6 +44,7 @@ def show(session: Session, revision: Revision) -> None:
                 ("models", _models(report)),
                 ("size", format_size(report.plain_bytes)),
                 ("pinned", "raw" if report.pinned else None),
+                *(("not here", not_here(one)) for one in report.leans_on),
                 *((parent.role, _named(parent)) for parent in report.parents),
                 ("not finite", _not_finite(report)),
                 *(("note", _noted(one)) for one in report.notes),

@@ -72,6 +72,10 @@ class MergeReport(Report, frozen=True):
     products"""
     base_bytes_read: int
     """bytes read from the base"""
+    remote_bytes: int
+    """of both, bytes that came from lazy remotes now; what was cached came before"""
+    remote_requests: int
+    """requests for them"""
     bytes_written: int
     """bytes added to the store"""
     blocks_total: int
@@ -126,11 +130,17 @@ class Merged(Published, frozen=True):
 
 
 def merge_report(
-    planned: PlanReport, made: Published, *, name: str, analyzed: int, seconds: float
+    planned: PlanReport,
+    made: Published,
+    *,
+    name: str,
+    analyzed: int,
+    seconds: float,
+    remote: tuple[int, int] = (0, 0),
 ) -> MergeReport:
     """Return the report of a merge of a plan.
 
-    analyzed: what planning read for missing statistics.
+    analyzed: what planning read for missing statistics. remote: requests, and bytes.
     """
     # A virtual merge read nothing.
     outcome = made.outcome if isinstance(made, Merged) else None
@@ -152,6 +162,8 @@ def merge_report(
         resumed_expert_bytes=0 if outcome is None else outcome.resumed_expert_bytes,
         analyze_bytes_read=analyzed,
         base_bytes_read=0 if outcome is None else outcome.base_bytes_read,
+        remote_bytes=remote[1],
+        remote_requests=remote[0],
         bytes_written=made.bytes_written,
         blocks_total=made.blocks_total,
         blocks_reused=made.blocks_reused,

@@ -248,9 +248,13 @@ class _Reader:
         Raises BudgetExceeded, Corrupt, StorageFailed.
         """
         for run in _runs(targets):
-            self._decoded(run, bases, meter)
-            for source, view in run:
-                verify(source.id, source.at, view, _base_of(source, bases))
+            meter.charge(sum([source.at.stored_length for source, _ in run]))
+            try:
+                self._checked(run, bases)
+            except Corrupt:
+                if not self._forgets(run):
+                    raise
+                self._checked(run, bases)
         return {source.id: view for source, view in targets}
 
     def read_bases(
@@ -262,11 +266,26 @@ class _Reader:
         """
         targets = _placed(bases, room)
         for run in _runs(targets):
-            self._decoded(run, {}, meter)
+            meter.charge(sum([source.at.stored_length for source, _ in run]))
+            self._decoded(run, {})
         return {source.id: view for source, view in targets}
 
-    def _decoded(self, run: Targets, bases: Mapping[BlockId, memoryview], meter: Meter) -> None:
-        meter.charge(sum([source.at.stored_length for source, _ in run]))
+    def _checked(self, run: Targets, bases: Mapping[BlockId, memoryview]) -> None:
+        self._decoded(run, bases)
+        for source, view in run:
+            verify(source.id, source.at, view, _base_of(source, bases))
+
+    def _forgets(self, run: Targets) -> bool:
+        """Let go of kept copies of a run that was damaged; return whether another read may differ.
+
+        A base was read before, for other blocks, too: if that was damaged, the next run reads it
+        again.
+        """
+        places = [source.at for source, _ in run]
+        places += [source.base.at for source, _ in run if source.base is not None]
+        return True in [self._packs.forget(at.pack, at.offset, at.stored_length) for at in places]
+
+    def _decoded(self, run: Targets, bases: Mapping[BlockId, memoryview]) -> None:
         for source, payload, view in self._fetched(run):
             decode_into(source.id, source.at, payload, view, _base_of(source, bases))
 

@@ -68,8 +68,8 @@ class BaseBlocks:
     def locate_stored(self, blocks: Sequence[BlockId | None]) -> list[Location | None]:
         """Do the same, with None also for each block that is not stored."""
         wanted = [block for block in blocks if block is not None]
-        stored = dict(zip(wanted, self._catalog.has_blocks(wanted), strict=True)) if wanted else {}
-        return self.locate([block if block and stored[block] else None for block in blocks])
+        there = dict(zip(wanted, self._catalog.can_read(wanted), strict=True)) if wanted else {}
+        return self.locate([block if block and there[block] else None for block in blocks])
 
     def read(self, block: BlockId, location: Location) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Read plain bytes, checked; valid until this thread's next call."""

@@ -301,8 +301,13 @@ class StatsStore(DisposableTables):
                     found.setdefault(expert, []).append(base)
         return found
 
-    def about(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> Iterator[StatsRow]:
-        """Yield what is known of these pairs and their tensors, but for what tables show."""
+    def about(
+        self, pairs: Sequence[tuple[TensorId, TensorId]], alone: Iterable[TensorId] = ()
+    ) -> Iterator[StatsRow]:
+        """Yield what is known of pairs, of their tensors, and of others, but for what tables show.
+
+        alone: the others: tensors that are equal to their base's, say.
+        """
         self.flush()
         for pair, value in zip(pairs, self.encoded_pairs(pairs), strict=True):
             if value is not None:
@@ -310,7 +315,7 @@ class StatsStore(DisposableTables):
         env = self._open(create=False)
         if env is None:
             return
-        tensors = dict.fromkeys(id for pair in pairs for id in pair)
+        tensors = dict.fromkeys((*(id for pair in pairs for id in pair), *alone))
         begins: dict[Table[Any, Any], list[bytes]] = {
             **{table: list(tensors) for table in (SQUARES, SUMS)},
             **{table: list(map(PAIRS.key.encode, pairs)) for table in (FACTS, THRESHOLDS, TIES)},

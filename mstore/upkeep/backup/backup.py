@@ -41,6 +41,7 @@ from mstore.fs.rights import Sharing
 from mstore.store import generation, leases, mirror, pack_list, refs, unnamed_packs
 from mstore.store import layout as layouts
 from mstore.store.catalog import Catalog
+from mstore.store.leaning import all_leaning, require_here
 from mstore.store.pack_list import PackList
 from mstore.store.refs import refs_in
 from mstore.terms.errors import Conflict, Corrupt, StorageFailed
@@ -96,6 +97,7 @@ def backup(
     """Bring the backup at `target` up to date; see `Store.backup`."""
     copying.require_outside(catalog.layout, target)
     copying.require_sound(catalog)
+    require_here(all_leaning(catalog), "back up this store")
     path = Path(os.path.realpath(target))
     with (
         Destination.opened(catalog.layout, path, catalog.config.filesystem) as into,
@@ -327,6 +329,7 @@ def clone(
     with closing(Catalog.open(origin)) as catalog:
         copying.require_outside(catalog.layout, target)
         copying.require_sound(catalog)
+        require_here(all_leaning(catalog), "clone this store")
         path = Path(os.path.realpath(target))
         with copying.held(catalog, f"clone to {path.name}"):
             return replace(

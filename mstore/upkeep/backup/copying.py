@@ -118,9 +118,9 @@ def missing_in(catalog: Catalog) -> Findings:
         named = (base_of(row) for _, row in batch)
         bases = sorted({base for base in named if base is not None})
         with index.env.read() as transaction:
-            stored = index.has_blocks(transaction, bases) if bases else []
-        for base, is_stored in zip(bases, stored, strict=True):
-            if not is_stored:
+            rows = index.readable_rows(transaction, bases) if bases else []
+        for base, row in zip(bases, rows, strict=True):
+            if row is None:
                 findings.tell_row(Kind.BLOCK, base, None, "the base of other blocks: missing")
     return findings
 
@@ -315,7 +315,7 @@ class Attempt:
 
     def _opened(self, staged: Mapping[PackId, Path]) -> PackFiles:
         """Open the packs of the copy, and those that are not in place yet."""
-        return PackFiles(self._layout.packs, elsewhere=staged)
+        return PackFiles(self._layout.packs, staged=staged)
 
     def _copy(self, phase: str, missing: Sequence[NamedPack]) -> dict[PackId, Path]:
         """Return where copies of packs lie in tmp/incoming/, whole."""

@@ -15,11 +15,13 @@ from contextlib import closing
 import msgspec
 
 from mstore.blocks import lmdb_check
+from mstore.blocks.elsewhere import PartReader
 from mstore.blocks.index import Index
 from mstore.blocks.location import pack_number
 from mstore.store import generation, leases
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
+from mstore.store.leaning import Leaning, all_leaning
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import PackId
 from mstore.terms.phrases import Phrase, as_phrase, call, phrase
@@ -55,6 +57,8 @@ class CheckReport(Report, frozen=True):
     """stored bytes of the blocks read"""
     bytes_total: int
     """stored bytes of all blocks"""
+    leans_on: tuple[Leaning, ...]
+    """lazy remotes that have blocks which are not here, and were not checked"""
     garbage: tuple[str, ...]
     """what interrupted work left behind; harmless"""
     problems: tuple[Problem, ...]
@@ -103,7 +107,9 @@ class Checker:
         *,
         threads: int,
         progress: ProgressCallback | None = None,
+        reader: PartReader | None = None,
     ) -> None:
+        self._reader = reader
         self._layout = layout
         self._scope = scope
         self._threads = threads
@@ -113,6 +119,7 @@ class Checker:
     def run(self) -> CheckReport:
         """Check everything.  Raises Corrupt if the index cannot be walked at all."""
         with closing(Catalog.opened(self._layout)) as catalog:
+            catalog.read_elsewhere(self._reader)
             with catalog.index.env.read():
                 found = index_file.faults(self._layout, catalog.index.env.opened())
             index_file.refuse(self._layout, found)
@@ -168,6 +175,7 @@ class Checker:
             refs=len(names),
             bytes_read=bytes_read,
             bytes_total=totals.stored_bytes,
+            leans_on=() if findings.is_index_wrong else all_leaning(catalog),
             garbage=tuple(findings.garbage),
             problems=findings.problems,
             affected=AffectedTensors(catalog, findings).all(names, graph.pruned),

@@ -162,7 +162,7 @@ class Graph:
             return
         blocks = list(record.block_ids())
         with self._index.env.read() as transaction:
-            found = self._index.block_rows(transaction, blocks)
+            found = self._index.readable_rows(transaction, blocks)
         for number, (block, row) in enumerate(zip(blocks, found, strict=True)):
             if row is None:
                 self.findings.tell_row(Kind.BLOCK, block, None, f"{where}: missing")

@@ -167,11 +167,14 @@ class PackRows:
             if not deltas:
                 continue
             with index.env.read() as transaction:
-                bases = index.block_rows(transaction, [base for _, _, base in deltas])
+                bases = index.readable_rows(transaction, [base for _, _, base in deltas])
+            # The tables of a lazy remote may be lost, too: what is not here may be there.
+            may_lack = index.elsewhere is not None
             orphans = [
                 id
                 for (id, row, _), base in zip(deltas, bases, strict=True)
-                if base is None or base_of(base) is not None or raw_length(base) != raw_length(row)
+                if not (base is None and may_lack)
+                and (base is None or base_of(base) or raw_length(base) != raw_length(row))
             ]
             left_out += len(orphans)
             if orphans:
@@ -240,7 +243,9 @@ class PackRows:
             else:
                 blocks = [BlockId(b) for b in decode(Tensor, data, id.hex()).block_ids()]
                 with self._index.env.read() as transaction:
-                    self._whole[id] = all(self._index.has_blocks(transaction, blocks))
+                    rows = self._index.readable_rows(transaction, blocks)
+                    # As above.
+                    self._whole[id] = None not in rows or self._index.elsewhere is not None
         return self._whole[id]
 
 

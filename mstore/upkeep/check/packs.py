@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Key, Location, Row, base_of, pack_number, raw_length
+from mstore.blocks.location import Key, Location, Row, base_of, pack_number
 from mstore.blocks.packs import NO_BASE, Kind, PackEntry, PackGone
 from mstore.blocks.reader import BlockReader, located
 from mstore.store.ahead import in_groups, in_order
@@ -172,14 +172,14 @@ class FooterPass:
 
     def _deltas(self, transaction: IndexTransaction, deltas: list[tuple[PackEntry, Row]]) -> None:
         """Check that each delta's base is stored, as long as the block, and not a delta itself."""
-        bases = self._index.block_rows(transaction, [entry.base for entry, _ in deltas])
-        for (entry, row), base in zip(deltas, bases, strict=True):
+        for entry, row in deltas:
+            base = self._index.base(transaction, BlockId(entry.base))
             name = entry.base.hex()[:12]
             if base is None:
                 what = f"its base {name} is missing"
-            elif base_of(base) is not None:
+            elif base.base != NO_BASE:
                 what = f"its base {name} is a delta itself"
-            elif raw_length(base) != entry.raw_length:
+            elif base.raw_length != entry.raw_length:
                 what = f"its base {name} has another length"
             else:
                 continue
@@ -217,15 +217,15 @@ def payload(index: Index, reader: BlockReader, key: Key, row: Row) -> Buffer:
     with index.env.read() as transaction:
         location = index.location(transaction, row)
         base = base_of(row)
-        under = None if base is None else index.row(transaction, (Kind.BLOCK, base))
+        under = None if base is None else index.base(transaction, BlockId(base))
     if kind != Kind.BLOCK:
         return reader.record(typed_id(kind, id), location)
     plain = None
     if base is not None:
-        if under is None or base_of(under) is not None:
+        if under is None or under.base != NO_BASE:
             raise Corrupt(f"its base {BlockId(base).short} is missing", where=id.hex())
         reader.check_lengths(BlockId(id), location)
-        plain = payload(index, reader, (Kind.BLOCK, base), under)
+        plain = reader.block(BlockId(base), under)
     return reader.block(BlockId(id), location, plain)
 
 

@@ -37,7 +37,7 @@ from mstore.blocks.packs import Kind
 from mstore.blocks.schema import PINNED, PLANS, PRUNED, REFLOG, PlanInputs
 from mstore.snapshots import notes
 from mstore.store import leases, listing, memo, mirror, pack_list, plans, refs, unnamed_packs
-from mstore.store.catalog import now_ns
+from mstore.store.catalog import elsewhere_of, now_ns
 from mstore.store.config import Config
 from mstore.store.layout import Layout, locate, require_local, require_writable
 from mstore.store.objects.canonical import decode
@@ -111,6 +111,8 @@ def reindex(
             fs.make_directory(workplace / "index")
             packs = PackFiles(layout.packs)
             index = Index(workplace / "index", create=True)
+            # A tensor may lean on what remotes have: their tables are kept.
+            index.elsewhere = elsewhere_of(layout, config)
             try:
                 returned = unnamed_packs.bring_back(layout, packs, pack_rows.fits)
                 built = _Building(layout, index, packs, old, returned, progress).run()

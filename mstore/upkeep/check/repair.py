@@ -23,6 +23,7 @@ from pathlib import Path
 
 from mstore.blocks import codecs, location
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
+from mstore.blocks.elsewhere import PartReader
 from mstore.blocks.location import Key, Location, Row, base_of, pack_number
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import Kind
@@ -78,7 +79,9 @@ class Repair:
         threads: int,
         progress: ProgressCallback | None = None,
         max_pack: int = MAX_PACK_BYTES,
+        reader: PartReader | None = None,
     ) -> None:
+        self._reader = reader
         self._layout = layout
         self._scope = scope
         self._threads = threads
@@ -110,6 +113,7 @@ class Repair:
             )
         if before.problems:
             with closing(Catalog.opened(self._layout)) as catalog:
+                catalog.read_elsewhere(self._reader)
                 damage = self._healing(catalog, checker.findings)
                 for _ in range(_DROPS):
                     condemned += self._give_up(catalog, damage)
@@ -133,7 +137,12 @@ class Repair:
         )
 
     def _checker(self, scope: Scope) -> Checker:
-        return Checker(self._layout, scope, threads=self._threads, progress=self._progress)
+        return Checker(
+            *(self._layout, scope),
+            threads=self._threads,
+            progress=self._progress,
+            reader=self._reader,
+        )
 
     def _healing(self, catalog: Catalog, found: Findings) -> Damage:
         """Heal in rounds; return what could not be healed."""

@@ -36,6 +36,7 @@ from mstore.models.stats.analysis import BaseBlocks
 from mstore.store import contents, leases, unnamed_packs
 from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog, now_ns
+from mstore.store.leaning import leaning_of, require_here
 from mstore.store.models import tensors_of
 from mstore.store.objects.manifest import File, Manifest
 from mstore.store.objects.snapshot import BASE, SnapshotRecord
@@ -238,6 +239,7 @@ def pin(
     """
     began = time.monotonic()
     manifest = catalog.manifest_of(snapshot)
+    require_here(leaning_of(catalog, manifest), "pin what is not here", snapshot.short)
     with (
         contents.held(catalog, [snapshot]),
         Rewriting.begin(catalog, f"pin {snapshot.short}", max_pack=max_pack) as rewriting,

@@ -1,0 +1,41 @@
+"""`mstore drop`: forget local copies of what a lazy remote has."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from mstore_cli.command import command
+from mstore_cli.options import Option, Revision
+from mstore_cli.output import Screen, short
+from mstore_cli.session import Session
+from mstore_cli.sizes import counted, format_size
+
+
+@command(
+    decodes=True,
+    example="mstore drop llama/base",
+    failure="no lazy remote has it, or another error; nothing was dropped",
+)
+def drop(
+    session: Session,
+    revision: Revision,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be dropped.")] = False,
+) -> None:
+    """Forget local copies of blocks that a lazy remote has, to make room.
+
+    The snapshot stays, and reads go to the remote again. Blocks stay that another snapshot needs
+    which the remote does not have, or a difference that stays. `mstore gc` then frees the space.
+    """
+    with session.open() as store:
+        report = store.drop(revision, dry_run=dry_run)
+        session.settled()
+
+    def human(screen: Screen) -> None:
+        verb = "would drop" if report.dry_run else "dropped"
+        what = f"{counted(report.blocks, 'block')}, {format_size(report.bytes)}"
+        screen.line(f"{verb} {what} of {short(report.snapshot)}", style="green")
+        screen.fields([("kept", report.kept_blocks or None)])
+        if report.blocks and not report.dry_run:
+            screen.command("to free the space", "mstore gc")
+
+    session.output.emit(report, ids=[report.snapshot], human=human)

@@ -1,0 +1,245 @@
+"""Blocks of remotes, brought when something reads them.
+
+    where   tables of a remote's packs, as a fetch left them in remotes/NAME/places/
+    what    ranges of its packs, joined where a reader says what it needs next, kept in the cache
+
+Nothing of it is believed: whoever reads a block compares it with its id, each time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, suppress
+from threading import Lock
+from typing import Final
+
+import msgspec
+
+from mstore.blocks.elsewhere import PartReader, Traffic
+from mstore.blocks.packs import PackGone
+from mstore.remotes.cache import PartCache
+from mstore.remotes.layout import pack_name
+from mstore.remotes.objects import Absent
+from mstore.remotes.state import Remote
+from mstore.terms.errors import MstoreError
+from mstore.terms.ids import Buffer, PackId
+from mstore.terms.phrases import call, phrase
+
+JOBS: Final = 8
+"""Requests at once for what is needed soon."""
+_AHEAD_BYTES: Final = 64 << 20
+"""Bytes that were asked for ahead and not read yet."""
+_REQUEST_BYTES: Final = 4 << 20
+_GAP: Final = 64 << 10
+"""Bytes between two ranges that are brought, too, rather than asked around: at most so many."""
+_WASTE: Final = 16
+"""And at most this part of what is asked for: a budget is one of the network, too."""
+
+
+class _Span(msgspec.Struct, eq=False):
+    """A range of a pack that was asked for ahead.  left: bytes that nobody has read yet."""
+
+    name: str
+    pack: PackId
+    start: int
+    end: int
+    left: int
+    data: Future[Buffer]
+
+
+Opens = Callable[[str], AbstractContextManager[Remote]]
+"""Opens a remote by its name."""
+
+
+class RemoteParts(PartReader):
+    """Reads packs of remotes through a cache.  traffic: counts what is brought."""
+
+    def __init__(self, opens: Opens, cache: PartCache) -> None:
+        self._opens = opens
+        self._cache = cache
+        self._lock = Lock()
+        self._opening = Lock()
+        self._stack = ExitStack()
+        self._remotes: dict[str, Remote] = {}
+        self._spans: dict[PackId, list[_Span]] = {}
+        self._waiting: deque[_Span] = deque()
+        self._held = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._process = self._opened_by = 0
+        self.traffic = Traffic()
+
+    # -- what --------------------------------------------------------------------------------
+
+    def read(self, name: str, pack: PackId, offset: int, length: int) -> Buffer:
+        kept = self._cache.get(pack, offset, length)
+        if kept is not None:
+            return kept
+        data = self._ahead(pack, offset, length)
+        if data is None:
+            data = self._bring(name, pack, offset, length)
+        self._cache.put(pack, offset, data)
+        return data
+
+    def forget(self, pack: PackId, offset: int, length: int) -> None:
+        self._cache.remove(pack, offset, length)
+
+    def _bring(self, name: str, pack: PackId, offset: int, length: int) -> Buffer:
+        """Read a range at the remote."""
+        try:
+            objects = self._remote(name).objects
+            [data] = objects.read_each(pack_name(pack), [(offset, length)])
+        except Absent as error:
+            raise PackGone(
+                f"{name} has removed this pack since the last fetch",
+                where=f"{name}: {pack_name(pack)}",
+                hint=phrase("{fetch} says what is there now", fetch=call("fetch", name)),
+            ) from error
+        with self._lock:
+            self.traffic.requests += 1
+            self.traffic.bytes += length
+        return data
+
+    def _remote(self, name: str) -> Remote:
+        """Return a remote, opened in this process: connections do not outlive a fork."""
+        with self._opening:
+            if self._opened_by != os.getpid():
+                self._stack, self._opened_by = ExitStack(), os.getpid()
+                self._remotes.clear()
+            if name not in self._remotes:
+                self._remotes[name] = self._stack.enter_context(self._opens(name))
+            return self._remotes[name]
+
+    # -- ahead -------------------------------------------------------------------------------
+
+    def will_need(self, name: str, pack: PackId, offset: int, length: int) -> None:
+        with suppress(MstoreError, RuntimeError):
+            for start, end in self._cache.missing(pack, offset, offset + length):
+                for at in range(start, end, _REQUEST_BYTES):
+                    self._ask(name, pack, at, min(at + _REQUEST_BYTES, end))
+
+    def _ask(self, name: str, pack: PackId, start: int, end: int) -> None:
+        """Have a thread bring a range, unless it is under way or there is no room."""
+        with self._lock:
+            if self._process != os.getpid():
+                # A forked child has none of its parent's threads.
+                self._pool, self._process = ThreadPoolExecutor(JOBS, "bring"), os.getpid()
+                self._spans.clear()
+                self._waiting.clear()
+                self._held = 0
+            if self._spans_of(pack, start, end - start) or not self._make_room(end - start):
+                return
+            span = _Span(name, pack, start, end, end - start, Future())
+            self._spans.setdefault(pack, []).append(span)
+            self._waiting.append(span)
+            self._held += end - start
+            assert self._pool is not None
+            self._pool.submit(self._bring_some)
+
+    def _bring_some(self) -> None:
+        """Bring the range that waits longest, and those near it, in one request."""
+        with self._lock:
+            some = self._neighbours()
+        if not some:
+            return
+        start, end = some[0].start, max(one.end for one in some)
+        try:
+            data = memoryview(self._bring(some[0].name, some[0].pack, start, end - start)).cast("B")
+        except BaseException as error:  # noqa: BLE001 -- who waits for it gets it
+            for one in some:
+                one.data.set_exception(error)
+        else:
+            for one in some:
+                one.data.set_result(data[one.start - start : one.end - start])
+
+    def _neighbours(self) -> list[_Span]:
+        """Take the first range that waits and those that are worth one request with it."""
+        while self._waiting:
+            first = self._waiting.popleft()
+            if first.data.set_running_or_notify_cancel():
+                break
+        else:
+            return []
+        near, start, end = [first], first.start, first.end
+        for one in sorted((o for o in self._waiting if o.pack == first.pack), key=_begin):
+            gap = min(_GAP, (end - start) // _WASTE)
+            is_near = start - gap <= one.end and one.start <= end + gap
+            if is_near and max(end, one.end) - min(start, one.start) <= _REQUEST_BYTES:
+                self._waiting.remove(one)
+                if one.data.set_running_or_notify_cancel():
+                    near.append(one)
+                    start, end = min(start, one.start), max(end, one.end)
+        return sorted(near, key=_begin)
+
+    def _make_room(self, size: int) -> bool:
+        """Drop what came and was not read, oldest first; return whether there is room."""
+        for span in [one for some in self._spans.values() for one in some]:
+            if self._held + size <= _AHEAD_BYTES:
+                break
+            if span.data.done():
+                self._drop(span)
+        return self._held + size <= _AHEAD_BYTES
+
+    def _spans_of(self, pack: PackId, offset: int, length: int) -> list[_Span]:
+        """Return what was asked for ahead and has these bytes; nothing if some are lacking."""
+        found, end = [], offset + length
+        for one in sorted(self._spans.get(pack, ()), key=_begin):
+            if one.start <= offset < one.end:
+                found.append(one)
+                offset = one.end
+                if offset >= end:
+                    return found
+        return []
+
+    def _drop(self, span: _Span) -> None:
+        some = self._spans.get(span.pack, [])
+        if span in some:
+            some.remove(span)
+            self._held -= span.end - span.start
+            if not some:
+                del self._spans[span.pack]
+
+    def _ahead(self, pack: PackId, offset: int, length: int) -> Buffer | None:
+        """Return bytes that were asked for ahead; None if they were not, or did not come."""
+        with self._lock:
+            is_own = self._process == os.getpid()
+            spans = self._spans_of(pack, offset, length) if is_own else []
+        parts = []
+        for span in spans:
+            try:
+                data = memoryview(span.data.result()).cast("B")
+            except (MstoreError, CancelledError):
+                with self._lock:
+                    self._drop(span)
+                return None
+            parts.append(data[max(0, offset - span.start) : offset + length - span.start])
+        with self._lock:
+            for span, part in zip(spans, parts, strict=True):
+                span.left -= len(part)
+                if span.left <= 0:
+                    self._drop(span)
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        with self._lock:
+            pool, self._pool = self._pool, None
+            is_own = self._process == os.getpid()
+            for span in self._waiting:
+                span.data.cancel()
+            self._waiting.clear()
+            self._spans.clear()
+            self._held = self._process = 0
+        if pool is not None and is_own:
+            pool.shutdown(cancel_futures=True)
+        with self._opening:
+            if self._opened_by == os.getpid():
+                self._stack.close()
+            self._remotes.clear()
+
+
+def _begin(span: _Span) -> int:
+    return span.start

@@ -1,0 +1,413 @@
+"""Lazy stores: a clone has records, and a block comes when something reads it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from exchanges import REMOTE, Place, files, merged, place, placed, refs, sound
+from proof_models import MODEL, model_files
+
+from mstore import MergeRequest
+from mstore.api import Store
+from mstore.remotes.lazy import RemoteParts, Traffic
+from mstore.remotes.shared_directory import SharedDirectory
+from mstore.terms.errors import Conflict, Corrupt, NotFound, Unavailable
+
+__all__ = ["place"]
+
+
+def lazy_clone(made: Place, name: str) -> Store:
+    """A lazy store of what the remote has."""
+    Store.clone(made.url, made.path / name, lazy=True)
+    return made.open(name)
+
+
+def traffic(store: Store) -> Traffic:
+    """What came of the remote since the store was opened."""
+    elsewhere = store._catalog.index.elsewhere
+    assert elsewhere is not None
+    assert isinstance(elsewhere.reader, RemoteParts)
+    return elsewhere.reader.traffic
+
+
+def pack_bytes(store: Store) -> int:
+    """Bytes of the packs of a store."""
+    return sum(path.stat().st_size for path in (store.path / "packs").rglob("*.pack"))
+
+
+@pytest.fixture(scope="module")
+def family() -> Iterator[Place]:
+    """A remote with a base, two experts and a virtual merge of them, and a store of all of it."""
+    with placed() as made:
+        origin = made.store("origin")
+        made.add(origin, "base", 1)
+        for number in (1, 2):
+            made.add(origin, f"e{number}", 1, number, base="base")
+        merged(origin, "virtual", "base", "e1", "e2", virtual=True)
+        origin.push(REMOTE, every=True)
+        yield made
+
+
+@pytest.fixture
+def lazy(family: Place, tmp_path: Path) -> Iterator[Store]:
+    """A lazy clone of the family."""
+    Store.clone(family.url, tmp_path / "lazy", lazy=True)
+    with Store.open(tmp_path / "lazy") as store:
+        yield store
+
+
+def origin(family: Place) -> Store:
+    """The store from which the family was pushed."""
+    return family.open("origin")
+
+
+def test_a_lazy_clone_has_no_weights(family: Place, lazy: Store) -> None:
+    """Refs, records and small files come with the clone, and weights when they are read."""
+    assert refs(lazy, "branch") == refs(origin(family), "branch")
+    assert pack_bytes(lazy) < pack_bytes(origin(family)) / 4
+    view = lazy.view("base")
+    view.read("config.json", 0, 100)
+    assert traffic(lazy).bytes == 0
+    assert files(lazy, "base") == model_files(1)
+    assert traffic(lazy).bytes > 0
+
+
+@pytest.mark.parametrize("name", ["base", "e1", "e2", "virtual"])
+def test_what_comes_is_what_was_pushed(family: Place, lazy: Store, name: str) -> None:
+    """Every snapshot has its bytes, read through its blocks and checked out."""
+    assert files(lazy, name) == files(origin(family), name)
+    if name != "virtual":
+        lazy.checkout(name, lazy.path.parent / name)
+        assert (lazy.path.parent / name / MODEL).read_bytes() == files(origin(family), name)[MODEL]
+
+
+def test_what_came_is_kept(lazy: Store) -> None:
+    """The second read comes from the cache, also in another process; without the cache, again."""
+    files(lazy, "e1")
+    with Store.open(lazy.path) as again:
+        files(again, "e1")
+        assert traffic(again) == Traffic()
+    shutil.rmtree(lazy.path / "cache")
+    with Store.open(lazy.path) as again:
+        files(again, "e1")
+        assert traffic(again).bytes > 0
+
+
+def test_a_merge_reads_its_plan(family: Place, lazy: Store) -> None:
+    """A budget is one over the network, too: same plan, same result, and no byte besides."""
+    request = MergeRequest(
+        base="base", experts=["e1", "e2"], method="task_arithmetic", skip=["i"], budget="60%"
+    )
+    plan, known = lazy.plan(request, threads=1), origin(family).plan(request, threads=1)
+    assert plan.plan == known.plan
+    assert traffic(lazy) == Traffic()
+    made = lazy.merge(plan, name="m", threads=1)
+    theirs = origin(family).merge(known, name=f"m-{lazy.path.parent.name}", threads=1)
+    assert made.manifest == theirs.manifest
+    assert 0 < made.expert_bytes_read <= plan.planned_expert_bytes
+    read = made.expert_bytes_read + made.base_bytes_read
+    # Gaps between ranges are a sixteenth of these at most.
+    assert made.remote_bytes == traffic(lazy).bytes <= read * 17 // 16
+    sound(lazy)
+
+
+def test_a_merge_leans_on_the_base(lazy: Store) -> None:
+    """What a merge does not change stays at the remote, and `show` says how much that is."""
+    [before] = lazy.show("base").leans_on
+    assert (before.remote, before.blocks) == (REMOTE, 6)
+    merged(lazy, "m", "base", "e1")
+    [after] = lazy.show("m").leans_on
+    assert 0 < after.blocks < before.blocks
+    assert not lazy.fsck(read_data=True, threads=1).problems
+
+
+def test_added_bytes_are_stored_here(family: Place, lazy: Store) -> None:
+    """`add` stores all its blocks, though a remote has them."""
+    directory = family.model(1, 1)
+    report = lazy.add(directory, name="mine", threads=1)
+    assert report.blocks_new
+    [left] = lazy.show("e1").leans_on or [None]
+    assert left is None
+    assert lazy.show("mine").leans_on == ()
+
+
+def test_an_addition_may_differ_from_a_base_elsewhere(family: Place, lazy: Store) -> None:
+    """With a base that is only at the remote, `add` stores differences that lean on it."""
+    report = lazy.add(family.model(1, 3), name="mine", base="base", threads=1)
+    assert "only at origin" in str(report.remarks[-1])
+    sound(lazy)
+    assert files(lazy, "mine") == model_files(1, 3)
+    lazy.gc()
+    lazy.push(REMOTE, ["mine"])
+    full = Store.open(Store.clone(family.url, lazy.path.parent / "full").path)
+    assert files(full, "mine") == model_files(1, 3)
+    full.close()
+    lazy.push(REMOTE, delete=["mine"])
+
+
+def test_prefetch_and_drop(lazy: Store) -> None:
+    """What was prefetched is read without the remote, and what was dropped is read there."""
+    report = lazy.prefetch(["e1"])
+    assert report.blocks > 0
+    assert lazy.show("e1").leans_on == ()
+    assert lazy.prefetch(["e1"]).blocks == 0
+    files(lazy, "e1")
+    assert traffic(lazy) == Traffic()
+    sound(lazy)
+    dropped = lazy.drop("e1")
+    # One block came as the base of a difference.
+    assert dropped.blocks == report.blocks - 1
+    [again] = lazy.show("e1").leans_on
+    assert again.blocks > 0
+    freed = lazy.gc()
+    assert freed.freed_bytes + freed.dead_bytes > 0
+    assert files(lazy, "e1") == model_files(1, 1)
+    sound(lazy)
+
+
+def test_prefetch_of_some_tensors(lazy: Store) -> None:
+    """Only tensors that match come."""
+    [before] = lazy.show("e1").leans_on
+    lazy.prefetch(["e1"], only=["b"])
+    [after] = lazy.show("e1").leans_on
+    assert after.blocks == before.blocks - 1
+    with pytest.raises(NotFound):
+        lazy.prefetch(["nothing"])
+
+
+def test_what_was_not_pushed_stays(family: Place, lazy: Store) -> None:
+    """`drop` keeps what an unpushed snapshot needs, and refuses what the remote does not have."""
+    lazy.prefetch(["base"])
+    mine = lazy.add(family.model(1, 4), name="mine", base="base", threads=1).snapshot
+    with pytest.raises(Conflict, match="only one"):
+        lazy.drop("mine")
+    lazy.drop("base")
+    lazy.gc()
+    assert lazy.show("mine").leans_on == ()
+    assert files(lazy, mine) == model_files(1, 4)
+    assert traffic(lazy) == Traffic()
+
+
+def test_what_leans_cannot_leave(lazy: Store, tmp_path: Path) -> None:
+    """A backup, a clone, a pin, a copy and the removal of the remote refuse, and name prefetch."""
+    other = Store.init(tmp_path / "other", block_size=lazy.block_size)
+    other.close()
+    for act in (
+        lambda: lazy.backup(tmp_path / "backup"),
+        lambda: Store.clone(lazy.path, tmp_path / "clone"),
+        lambda: lazy.pin("base", raw=True),
+        lambda: lazy.copy_to(tmp_path / "other", ["base"]),
+        lambda: lazy.remove_remote(REMOTE),
+    ):
+        with pytest.raises(Conflict, match="only at origin") as refused:
+            act()
+        assert "prefetch" in str(refused.value.texts[2])
+    assert not (tmp_path / "clone").exists()
+
+
+def test_a_base_that_nothing_else_names_leans(family: Place, lazy: Store, tmp_path: Path) -> None:
+    """A difference leans on its base also when the base's snapshot is gone; prefetch brings it."""
+    mine = lazy.add(family.model(1, 3), name="mine", base="base", threads=1).snapshot
+    others = [name for name in refs(lazy) if name != "mine"]
+    lazy.remove(*others)
+    lazy.gc(reflog_days=0)
+    [leans] = lazy.show("mine").leans_on
+    assert leans.blocks > 0
+    with pytest.raises(Conflict, match="only at origin"):
+        lazy.backup(tmp_path / "backup")
+    with pytest.raises(Conflict, match="only at origin"):
+        lazy.remove_remote(REMOTE)
+    assert files(lazy, mine) == model_files(1, 3)
+    lazy.prefetch(["mine"])
+    assert lazy.show("mine").leans_on == ()
+    place = Path(lazy.path)
+    lazy.close()
+    shutil.rmtree(place / "cache")
+    shutil.rmtree(place / "remotes")
+    with Store.open(place) as again:
+        assert files(again, mine) == model_files(1, 3)
+
+
+def test_after_a_prefetch_all_is_here(lazy: Store, tmp_path: Path) -> None:
+    """With everything here, the remote can go, and backups are whole."""
+    lazy.prefetch(every=True)
+    lazy.remove_remote(REMOTE)
+    lazy.backup(tmp_path / "backup")
+    for number in (1, 2):
+        assert files(lazy, f"e{number}") == model_files(1, number)
+
+
+def test_reindex_knows_what_is_elsewhere(lazy: Store) -> None:
+    """A new index has the tensors whose blocks are at the remote."""
+    before = refs(lazy, "branch")
+    path = lazy.path
+    lazy.close()
+    Store.reindex(path)
+    with Store.open(path) as again:
+        assert refs(again, "branch") == before
+        assert files(again, "e1") == model_files(1, 1)
+        sound(again)
+
+
+def test_reindex_without_tables_drops_nothing(family: Place, lazy: Store) -> None:
+    """Where the tables of the remote are lost, too, a new index keeps what may lean on it."""
+    mine = lazy.add(family.model(1, 3), name="mine", base="base", threads=1).snapshot
+    path = lazy.path
+    lazy.close()
+    shutil.rmtree(path / "remotes")
+    Store.reindex(path)
+    with Store.open(path) as again:
+        again.fetch(REMOTE)
+        assert files(again, mine) == model_files(1, 3)
+        assert files(again, "e1") == model_files(1, 1)
+        sound(again)
+
+
+def test_a_bundle_streams(lazy: Store, tmp_path: Path) -> None:
+    """A bundle of what is not here reads it at the remote."""
+    lazy.bundle(tmp_path / "x.mbundle", ["e1"])
+    Store.clone(f"bundle:{tmp_path}/x.mbundle", tmp_path / "out")
+    with Store.open(tmp_path / "out") as out:
+        assert files(out, "e1") == model_files(1, 1)
+
+
+def test_pull_follows(family: Place, lazy: Store) -> None:
+    """What others push later comes as records, and is read like the rest."""
+    store = origin(family)
+    family.add(store, f"new-{lazy.path.parent.name}", 1, 5, base="base")
+    store.push(REMOTE, [f"new-{lazy.path.parent.name}"])
+    before = pack_bytes(lazy)
+    lazy.pull(REMOTE)
+    assert pack_bytes(lazy) - before < 20_000
+    assert files(lazy, f"new-{lazy.path.parent.name}") == model_files(1, 5)
+
+
+# -- faults ------------------------------------------------------------------------------------
+
+
+def test_damage_on_the_way_is_asked_for_again(lazy: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that do not hash are asked for once more, and are never shown."""
+    read, calls = SharedDirectory.read_each, []
+
+    def flipped(self: SharedDirectory, name: str, spans: list[tuple[int, int]]) -> list[bytes]:
+        data = [bytearray(one) for one in read(self, name, spans)]
+        if name.startswith("packs/"):
+            calls.append(name)
+            if len(calls) == 1:
+                data[0][len(data[0]) // 2] ^= 1
+        return [bytes(one) for one in data]
+
+    monkeypatch.setattr(SharedDirectory, "read_each", flipped)
+    assert files(lazy, "e1") == model_files(1, 1)
+    assert len(calls) > 1
+
+
+def test_damage_at_the_remote_is_an_error(place: Place) -> None:
+    """A pack that is damaged there gives an error that names the block, and no wrong byte."""
+    store = place.store("a")
+    place.add(store, "x", 1)
+    store.push(REMOTE, every=True)
+    other = lazy_clone(place, "lazy")
+    for path in (place.remote / "packs").rglob("*.pack"):
+        data = bytearray(path.read_bytes())
+        for at in range(4096, len(data) - 4096, 1000):
+            data[at] ^= 1
+        path.chmod(0o644)
+        path.write_bytes(data)
+    with pytest.raises(Corrupt, match="block"):
+        files(other, "x")
+
+
+def test_a_flipped_cache_is_no_damage(lazy: Store) -> None:
+    """What is wrong in the cache is brought again, and fsck does not speak of it."""
+    files(lazy, "e1")
+    flipped = 0
+    for path in (lazy.path / "cache").rglob("*-*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3] ^= 4
+        path.write_bytes(data)
+        flipped += 1
+    assert flipped
+    with Store.open(lazy.path) as again:
+        assert files(again, "e1") == model_files(1, 1)
+        assert traffic(again).bytes > 0
+        sound(again)
+
+
+def test_a_remote_that_is_away(place: Place) -> None:
+    """Without the remote, what is here is read, and the rest is an error; then it is back."""
+    store = place.store("a")
+    place.add(store, "x", 1)
+    store.push(REMOTE, every=True)
+    other = lazy_clone(place, "lazy")
+    place.remote.rename(place.path / "away")
+    assert other.view("x").read("config.json", 0, 10)
+    with pytest.raises((NotFound, Corrupt, Unavailable)):
+        files(other, "x")
+    (place.path / "away").rename(place.remote)
+    assert files(other, "x") == model_files(1)
+
+
+def test_a_pack_that_was_collected(place: Place) -> None:
+    """A pack that gc of the remote removed is an error that names the remote and says fetch."""
+    store = place.store("a")
+    place.add(store, "x", 1)
+    store.push(REMOTE, ["x"])
+    other = lazy_clone(place, "lazy")
+    store.push(REMOTE, delete=["x"])
+    for _ in range(2):
+        store.remote_gc(REMOTE, reflog_days=0, grace_hours=0.0)
+    with pytest.raises(Corrupt, match="removed") as refused:
+        files(other, "x")
+    assert "fetch" in str(refused.value.texts[2])
+    other.fetch(REMOTE)
+    with pytest.raises(Corrupt):
+        files(other, "x")
+    store.push(REMOTE, ["x"])
+    other.fetch(REMOTE)
+    assert files(other, "x") == model_files(1)
+
+
+def test_the_cache_has_a_limit(family: Place, tmp_path: Path) -> None:
+    """The cache never has more than its limit, and reads go on."""
+    Store.clone(family.url, tmp_path / "small", lazy=True)
+    limit = 200_000
+    with Store.open(tmp_path / "small") as store:
+        store.cache_bytes_on_disk = limit
+        for name in ("base", "e1", "e2", "base"):
+            files(store, name)
+            used = sum(p.stat().st_size for p in (store.path / "cache").rglob("*-*"))
+            assert used <= limit
+        assert used > 0
+    Store.clone(family.url, tmp_path / "none", lazy=True)
+    with Store.open(tmp_path / "none") as store:
+        store.cache_bytes_on_disk = 0
+        assert files(store, "e1") == model_files(1, 1)
+        assert not (store.path / "cache").exists()
+
+
+def test_gc_keeps_what_leans(lazy: Store) -> None:
+    """gc of a lazy store drops nothing that refs need, whether it is here or there."""
+    merged(lazy, "m", "base", "e1", "e2")
+    before = files(lazy, "m")
+    lazy.gc()
+    assert files(lazy, "m") == before
+    sound(lazy)
+    lazy.remove("m")
+    lazy.gc(reflog_days=0)
+    sound(lazy)
+
+
+def test_a_store_without_tables_says_fetch(lazy: Store) -> None:
+    """Without `remotes/`, blocks are missing until the next fetch, and nothing is dropped."""
+    path = lazy.path
+    lazy.close()
+    shutil.rmtree(path / "remotes")
+    with Store.open(path) as again:
+        with pytest.raises(Corrupt):
+            files(again, "e1")
+        again.fetch(REMOTE)
+        assert files(again, "e1") == model_files(1, 1)
