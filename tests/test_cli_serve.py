@@ -215,6 +215,7 @@ def test_a_port_in_use(store: Program) -> None:
             ("--s3", "0", "--no-auth", "--host", "0.0.0.0"),
             "--host 0.0.0.0: requests that nobody signed are answered at a loopback address only",
         ),
+        (("--s3", "8420", "--port", "8420", "--no-auth"), "--s3 8420: HTTP has this port"),
         (("--no-auth",), "--no-auth is for S3, which is not served"),
         (("--s3", "0", "--no-auth", "--token"), "--token is for HTTP, which is not served"),
     ],

@@ -169,6 +169,20 @@ def test_times(server: Served) -> None:
         assert (listed["ETag"], listed["Size"]) == (head["ETag"], 0)
 
 
+def test_a_ref_is_as_old_as_its_move(
+    copy: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ref that moves to an older snapshot is new: who compares times reads it again."""
+    later = (1 << 32) * NS
+    with Store.open(copy) as store:
+        monkeypatch.setattr("time.time_ns", lambda: later)
+        store.reset("llama-2", "v1")
+        monkeypatch.undo()
+    with served(copy, s3=True, s3_keys=KEYS) as server:
+        head = client(server).head_object(Bucket="mstore", Key="refs/llama-2/empty")
+        assert int(head["LastModified"].timestamp()) == later // NS
+
+
 def test_a_ref_that_moves_back(copy: Path, root: Path) -> None:
     """A date is no condition for what a ref names: a ref that moved back is sent."""
     with served(copy, s3=True) as server:
@@ -278,7 +292,7 @@ def test_a_listing_is_that_of_s3(server: Served, data: st.DataObject) -> None:
 
 def test_folders_are_not_opened(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of refs and ids are listed without reading a snapshot; a page opens no more than it
-    shows."""
+    shows, and nothing before its start."""
     showing = Showing(server.store)
     opened: list[str] = []
     find = Showing.snapshot
@@ -293,6 +307,10 @@ def test_folders_are_not_opened(server: Served, monkeypatch: pytest.MonkeyPatch)
     assert opened == []
     page(showing, "", "", "", 1)
     assert opened == ["llama-2"]
+    opened.clear()
+    last = every_key(server.store)[-1]
+    assert list(keys(showing, "", "", last)) == []
+    assert opened == [last.split("/")[1]]
 
 
 def test_remote_refs_and_candidates(copy: Path) -> None:

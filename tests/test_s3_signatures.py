@@ -221,6 +221,13 @@ def test_what_is_no_signature(change: dict[str, str | tuple[str, str] | None], c
     assert refused(Signed(request.method, request.path, request.query, headers)) == code
 
 
+def test_a_presigned_address_of_version_2() -> None:
+    """An address that was presigned as clients do by default is refused, with what is needed."""
+    query = b"AWSAccessKeyId=models&Signature=bBygg64rpz7T2gQYOaLnkuGrVTI%3D&Expires=1795893715"
+    request = Signed("GET", b"/mstore/a", query, {"host": [HOST]})
+    assert refused(request) == "InvalidRequest"
+
+
 def test_an_unsigned_body_is_accepted() -> None:
     """A client may leave its empty body unsigned."""
     request = signed(S3SigV4Auth)

@@ -114,6 +114,8 @@ def serve(
     for name, number in (("port", port), ("s3", s3)):
         if number is not None and not 0 <= number <= 65535:
             raise BadRequest("a port is a number from 0 to 65535", where=Option(name, number))
+    if port and port == s3:
+        raise BadRequest("HTTP has this port", where=Option("s3", s3), hint=Option("s3", 0))
     if connections < 1:
         where = Option("connections", connections)
         raise BadRequest("at least one request must be allowed", where=where)
