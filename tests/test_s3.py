@@ -53,6 +53,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store.add(root / "two", name="llama/two")
         store.add(root / "two", name="llama-2")
         store.tag("v1", first)
+        store.tag("v1-x", first)
     return root
 
 
@@ -192,6 +193,18 @@ def test_a_ref_that_moves_back(copy: Path, root: Path) -> None:
         assert server.ask_s3(path, late).body == (root / "one" / "config.json").read_bytes()
 
 
+def test_refs_that_come_and_go(copy: Path) -> None:
+    """A ref that is made, or removed, while the server runs has its keys, or none, at once."""
+    path = "/mstore/refs/new/name/empty"
+    with served(copy, s3=True) as server:
+        assert server.ask_s3(path).status == 404
+        with Store.open(copy) as other:
+            other.tag("new/name", "v1")
+            assert server.ask_s3(path).status == 200
+            other.remove("new/name")
+            assert server.ask_s3(path).status == 404
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -302,7 +315,9 @@ def test_folders_are_not_opened(server: Served, monkeypatch: pytest.MonkeyPatch)
         return find(self, place)
 
     monkeypatch.setattr(Showing, "snapshot", noted)
-    assert list(keys(showing, "refs/", "/", "")) == ["refs/llama-2/", "refs/llama/", "refs/v1/"]
+    assert list(keys(showing, "refs/", "/", "")) == [
+        *("refs/llama-2/", "refs/llama/", "refs/v1-x/", "refs/v1/")
+    ]
     assert len(list(keys(showing, "snapshots/", "/", ""))) == 3
     assert opened == []
     page(showing, "", "", "", 1)
@@ -377,6 +392,24 @@ def test_a_page_has_at_most_a_thousand(is_open: Served, monkeypatch: pytest.Monk
         found = ET.fromstring(is_open.ask_s3(f"/mstore?list-type=2{asked}").body)
         assert len(found.findall(f"{NAMESPACE}Contents")) == count
         assert found.findtext(f"{NAMESPACE}IsTruncated") == ("true" if count else "false")
+
+
+def test_a_page_repeats_what_was_asked(is_open: Served) -> None:
+    """A page repeats its token as it was sent, and other texts encoded."""
+    first = ET.fromstring(is_open.ask_s3("/mstore?list-type=2&max-keys=3").body)
+    token = first.findtext(f"{NAMESPACE}NextContinuationToken") or ""
+    asked = f"continuation-token={quote(token)}&start-after=a%20b&encoding-type=url"
+    found = ET.fromstring(is_open.ask_s3(f"/mstore?list-type=2&{asked}").body)
+    assert found.findtext(f"{NAMESPACE}ContinuationToken") == token
+    assert "=" in token
+    assert found.findtext(f"{NAMESPACE}StartAfter") == "a%20b"
+
+
+def test_versions(is_open: Served) -> None:
+    """An object has the version null and no other."""
+    path = "/mstore/refs/v1/empty?versionId="
+    assert is_open.ask_s3(f"{path}null").status == 200
+    assert error_of(is_open.ask_s3(f"{path}abc").body)["Code"] == "NoSuchVersion"
 
 
 def test_names_in_xml(is_open: Served) -> None:

@@ -136,6 +136,7 @@ class Showing:
         self._lock = threading.Lock()
         self._known: OrderedDict[SnapshotId, ServedSnapshot] = OrderedDict()
         self._holds: dict[SnapshotId, _Shared] = {}
+        self._refs: tuple[int, dict[str, SnapshotId]] | None = None
         self._remote = remote_of(store, "serve")
 
     def tidy(self) -> None:
@@ -189,7 +190,12 @@ class Showing:
 
     def refs(self) -> dict[str, SnapshotId]:
         """Return the snapshots of all refs by name, of remote refs and candidates, too."""
-        return self._store.ref_ids()
+        # Of thousands of refs, to read all for each request would take longer than its bytes.
+        generation = self._store.generation()
+        known = self._refs
+        if known is None or known[0] != generation:
+            known = self._refs = generation, self._store.ref_ids()
+        return known[1]
 
     def ref(self, name: str) -> RefReport:
         """Return a ref.  Raises NotFound."""

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from mstore.store.refs import DIRECTORIES
+from mstore.store.refs import DIRECTORIES, MAX_KEY_BYTES
 from mstore.terms.errors import NotFound
 from mstore_serve.addresses import SnapshotName
 from mstore_serve.s3.documents import S3Object
@@ -30,8 +30,6 @@ from mstore_serve.shown import ServedSnapshot, Showing
 _REFS: Final = "refs/"
 _SNAPSHOTS: Final = "snapshots/"
 _ID: Final = re.compile(r"[0-9a-f]{64}")
-_LONGEST: Final = 1024
-"""Signs of a key, as of S3."""
 _NS: Final = 1_000_000_000
 
 
@@ -49,19 +47,19 @@ class ServedFolder(msgspec.Struct, frozen=True):
 
 def folder_of(showing: Showing, key: str) -> tuple[ServedFolder, str] | None:
     """Return where a key lies, and the path of its file there; None if it cannot be a key."""
-    if len(key) > _LONGEST:
-        return None
     if key.startswith(_SNAPSHOTS):
         id, _, path = key.removeprefix(_SNAPSHOTS).partition("/")
         return (_of_snapshot(id), path) if _ID.fullmatch(id) else None
     if not key.startswith(_REFS):
         return None
     refs = showing.refs()
-    parts = key.removeprefix(_REFS).split("/")
+    rest = key.removeprefix(_REFS)
+    # Whatever a client sends, few names are tried.
+    parts = rest[: MAX_KEY_BYTES + 1].split("/")
     for length in range(1, len(parts)):
         name = "/".join(parts[:length])
         if name in refs:
-            return _of_ref(showing, name), "/".join(parts[length:])
+            return _of_ref(showing, name), rest[len(name) + 1 :]
     return None
 
 
@@ -153,5 +151,6 @@ def _objects(showing: Showing, folder: ServedFolder) -> Iterator[S3Object]:
         modified = folder.modified(found)
     except NotFound:
         return
-    for path in sorted(found.files):
+    # Manifests have them in order.
+    for path in found.files:
         yield S3Object(f"{folder.prefix}{path}", found.files[path].size, found.etag(path), modified)
