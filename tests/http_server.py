@@ -6,10 +6,11 @@ import http.client
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from mstore import Store
 from mstore_serve.server import Server, listen
@@ -38,7 +39,19 @@ class Served:
         self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
     ) -> Answer:
         """Send one request on a connection of its own; `path` goes out as it is."""
-        connection = http.client.HTTPConnection(self.info.host, self.info.port, timeout=120)
+        return self._ask(self.info.url, path, headers, method)
+
+    def ask_s3(
+        self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
+    ) -> Answer:
+        """The same, to the S3 face."""
+        return self._ask(self.info.s3_url, path, headers, method)
+
+    def _ask(
+        self, url: str | None, path: str, headers: Mapping[str, str] | None, method: str
+    ) -> Answer:
+        assert url is not None
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
         try:
             connection.request(method, path, headers=dict(headers or {}))
             found = connection.getresponse()
@@ -52,6 +65,7 @@ class Served:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
         client.settimeout(120)
+        assert self.info.port is not None
         client.connect((self.info.host, self.info.port))
         return client
 
@@ -63,8 +77,8 @@ class Served:
 
 
 @contextmanager
-def served(path: Path, **options: Any) -> Iterator[Served]:
-    """Serve a store while the block runs."""
+def served(path: Path, *, s3: bool = False, **options: Any) -> Iterator[Served]:
+    """Serve a store while the block runs; s3: to clients of S3, too."""
     given: dict[str, Any] = {"names": (), "most": 64, "timeout": 60.0, **options}
     ready = threading.Event()
     told: list[ServeInfo] = []
@@ -73,10 +87,11 @@ def served(path: Path, **options: Any) -> Iterator[Served]:
         told.append(info)
         ready.set()
 
-    with Store.open(path) as store, listen("127.0.0.1", 0) as listening:
+    with Store.open(path) as store, listen("127.0.0.1", 0) as listening, ExitStack() as more:
+        bucket = more.enter_context(listen("127.0.0.1", 0)) if s3 else None
         # Connections inherit it: so what a socket holds does not depend on the machine.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-        server = Server(store, listening, on_ready=on_ready, **given)
+        server = Server(store, listening, bucket, on_ready=on_ready, **given)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         try:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -31,6 +31,13 @@ BIG = 12 << 20
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "serving.md"
 
 
+@pytest.fixture(autouse=True)
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that this machine's user has set up."""
+    for name in ("MSTORE_S3_KEY", "MSTORE_S3_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Program:
     """A store with one snapshot, `tiny`, whose file is large."""
@@ -43,12 +50,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return mstore
 
 
-@contextmanager
 def running(
     store: Program, *options: str
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+) -> AbstractContextManager[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A server at any free port, and what it says when it answers."""
-    line = ["--store", str(store.store), "serve", "--port", "0", "--json", *options]
+    return started(store, "--port", "0", *options)
+
+
+@contextmanager
+def started(
+    store: Program, *options: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A server, and what it says when it answers."""
+    line = ["--store", str(store.store), "serve", "--json", *options]
     process = subprocess.Popen(
         [sys.executable, "-m", "mstore_cli", *line],
         stdout=subprocess.PIPE,
@@ -196,13 +210,80 @@ def test_a_port_in_use(store: Program) -> None:
         (("--connections", "0"), "--connections 0: at least one request must be allowed"),
         (("--timeout", "0"), "--timeout 0.0: a timeout is from 1 to 86400 seconds"),
         (("--log", "/nowhere/at/all"), "the log cannot be written"),
+        (("--s3", "70000", "--no-auth"), "--s3 70000: a port is a number from 0 to 65535"),
+        (
+            ("--s3", "0", "--no-auth", "--host", "0.0.0.0"),
+            "--host 0.0.0.0: requests that nobody signed are answered at a loopback address only",
+        ),
+        (("--s3", "8420", "--port", "8420", "--no-auth"), "--s3 8420: HTTP has this port"),
+        (("--no-auth",), "--no-auth is for S3, which is not served"),
+        (("--s3", "0", "--no-auth", "--token"), "--token is for HTTP, which is not served"),
     ],
 )
-def test_what_cannot_be(store: Program, options: tuple[str, str], message: str) -> None:
+def test_what_cannot_be(store: Program, options: tuple[str, ...], message: str) -> None:
     """An address, a number or a file that cannot be is an error, and nothing is served."""
     done = store("serve", *options)
     assert (done.status, done.out) == (1 if options[0] == "--log" else 2, "")
     assert message in done.err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "--s3: MSTORE_S3_KEY and MSTORE_S3_SECRET are not set"),
+        ({"MSTORE_S3_KEY": "models"}, "--s3: MSTORE_S3_SECRET is not set"),
+        (
+            {"MSTORE_S3_KEY": "models", "MSTORE_S3_SECRET": "hunter2"},
+            "a secret access key has 16 letters, digits and signs or more",
+        ),
+    ],
+)
+def test_s3_without_keys(
+    store: Program, given: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without keys that nobody guesses, S3 is not served, and the error says how to make some."""
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    done = store("serve", "--s3", "0")
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err
+    assert "import secrets" in done.err
+    assert "hunter2" not in done.err
+    assert ("--no-auth" in done.err) == ("hunter2" not in given.values())
+
+
+def test_s3_alone_and_beside_http(store: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --s3 only clients of S3 are served, who sign; with --port HTTP is served as well."""
+    monkeypatch.setenv("MSTORE_S3_KEY", "models")
+    monkeypatch.setenv("MSTORE_S3_SECRET", "x" * 20)
+    with started(store, "--s3", "0") as (_, info):
+        assert (info["url"], info["port"]) == (None, None)
+        with pytest.raises(OSError, match="403"):
+            urlopen(f"{info['s3_url']}mstore", timeout=120)
+    with running(store, "--s3", "0", "--no-auth") as (_, info):
+        whole = get(info, "refs/tiny/-/files/model.safetensors")
+        key = "mstore/refs/tiny/model.safetensors"
+        with urlopen(f"{info['s3_url']}{key}", timeout=120) as answer:
+            assert answer.read() == whole
+
+
+def test_s3_that_the_network_reaches(store: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At an address that other machines reach, it warns that there is no TLS."""
+    monkeypatch.setenv("MSTORE_S3_KEY", "models")
+    monkeypatch.setenv("MSTORE_S3_SECRET", "x" * 20)
+    with started(store, "--s3", "0", "--host", "0.0.0.0") as (process, info):
+        assert info["loopback"] is False
+        process.send_signal(signal.SIGTERM)
+        _out, err = process.communicate(timeout=120)
+        assert "without TLS, the network can read every model that is sent" in err
+
+
+def test_a_port_of_s3_in_use(store: Program) -> None:
+    """A port of S3 that is taken is an error that says how to choose another."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        done = store("serve", "--s3", str(other.getsockname()[1]), "--no-auth")
+    assert done.status == 1
+    assert "hint: --s3 chooses another, --s3 0 any free one" in done.err
 
 
 def test_without_the_extra(store: Program, monkeypatch: pytest.MonkeyPatch) -> None:

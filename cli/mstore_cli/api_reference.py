@@ -109,9 +109,10 @@ def _sections() -> Iterator[str]:
         yield _function("mounts", call)
     yield f"### MountInfo\n\n{_text(MountInfo)}\n{_fields(MountInfo)}"
     yield f"### Unmounted\n\n{_text(mounts.Unmounted)}\n{_fields(mounts.Unmounted)}"
-    yield "## mstore_serve.serving\n\nA store over HTTP: what the command line calls.\n"
+    yield "## mstore_serve.serving\n\nA store over HTTP and S3: what the command line calls.\n"
     yield _function("serving", serving.serve)
-    yield f"### ServeInfo\n\n{_text(serving.ServeInfo)}\n{_fields(serving.ServeInfo)}"
+    for struct in (serving.S3Keys, serving.ServeInfo):
+        yield f"### {struct.__name__}\n\n{_text(struct)}\n{_fields(struct)}"
     yield "## What else calls take and give\n"
     for other, instance in OTHERS.items():
         fields = f"\n{_fields(other)}" if issubclass(other, msgspec.Struct) else ""

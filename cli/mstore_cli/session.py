@@ -1,7 +1,7 @@
 """One run of the program: the global options, and the store, output and progress bar from them.
 
-The only module that reads `MSTORE_STORE`, `MSTORE_AUTHOR`, `MSTORE_TOKEN` and the endpoints of the
-environment.  Never creates a store.
+The only module that reads `MSTORE_STORE`, `MSTORE_AUTHOR`, `MSTORE_TOKEN`, `MSTORE_S3_KEY`,
+`MSTORE_S3_SECRET` and the endpoints of the environment.  Never creates a store.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 STORE_VARIABLE = "MSTORE_STORE"
 AUTHOR_VARIABLE = "MSTORE_AUTHOR"
 TOKEN_VARIABLE = "MSTORE_TOKEN"  # noqa: S105 -- its name
+S3_VARIABLES = ("MSTORE_S3_KEY", "MSTORE_S3_SECRET")
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 STORE_NAME = ".mstore"
 """What a store is called that commands find by looking upward."""
@@ -223,6 +224,12 @@ class Session:
 def token() -> str:
     """Return what says to web servers who asks; empty: nothing does."""
     return os.environ.get(TOKEN_VARIABLE, "")
+
+
+def s3_keys() -> tuple[str, str]:
+    """Return key and secret that clients of S3 sign with; empty where one is not set."""
+    key, secret = (os.environ.get(name, "") for name in S3_VARIABLES)
+    return key, secret
 
 
 def _let_ask(store: Store, endpoints: Iterable[str]) -> None:

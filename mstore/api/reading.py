@@ -69,9 +69,9 @@ class Reading(OpenStore):
                 del self._views[next(iter(self._views))]
         return view
 
-    def snapshot_ids(self) -> list[SnapshotId]:
-        """Return every snapshot of the store."""
-        return self._catalog.snapshot_ids()
+    def snapshot_ids(self, digits: str = "") -> list[SnapshotId]:
+        """Return every snapshot of the store whose id begins with these hex digits, by id."""
+        return self._catalog.snapshot_ids(digits)
 
     def log(
         self,

@@ -219,9 +219,11 @@ class Catalog(Payloads):
         if old is not None:
             old.release()
 
-    def snapshot_ids(self) -> list[SnapshotId]:
-        """Return every stored snapshot, by id."""
+    def snapshot_ids(self, digits: str = "") -> list[SnapshotId]:
+        """Return every stored snapshot whose id begins with these hex digits, by id."""
         with self.index.env.read() as transaction:
+            if digits:
+                return listing.with_prefix(self.index, transaction, digits)
             return list(listing.ids(self.index, transaction))
 
     def times(self, ids: Iterable[SnapshotId]) -> dict[SnapshotId, int]:

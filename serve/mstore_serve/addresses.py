@@ -86,7 +86,7 @@ Address = ThisServer | Refs | Snapshots | OneSnapshot | Files | Tensors | Remote
 def parse(raw: bytes) -> Address | None:
     """Return what the path of a request names, None if nothing; `raw` is as it came, encoded."""
     try:
-        segments = [unquote_to_bytes(one).decode() for one in _path(raw).split(b"/")[1:]]
+        segments = [unquote_to_bytes(one).decode() for one in path_of(raw).split(b"/")[1:]]
     except UnicodeDecodeError:
         return None
     match segments:
@@ -108,7 +108,7 @@ def parse(raw: bytes) -> Address | None:
     return None
 
 
-def _path(raw: bytes) -> bytes:
+def path_of(raw: bytes) -> bytes:
     """Return the path alone: a proxy may send the whole URL."""
     if raw.startswith(b"/"):
         return raw
@@ -141,7 +141,7 @@ def elsewhere(raw: bytes, id: str) -> str:
     raw: an address below `/snapshots/`. Relative, because a proxy may show this server below a path
     of its own.
     """
-    below = _path(raw).decode("ascii").split("/")[3:]
+    below = path_of(raw).decode("ascii").split("/")[3:]
     return "/".join([*[".."] * len(below), id, *below])
 
 
@@ -150,5 +150,5 @@ def with_slash(raw: bytes) -> str:
 
     Slashes that came as `%2F` become such, so that the links of its page lead on.
     """
-    last = unquote_to_bytes(_path(raw).rpartition(b"/")[2]).decode()
+    last = unquote_to_bytes(path_of(raw).rpartition(b"/")[2]).decode()
     return "".join(f"{segment(part)}/" for part in last.split("/"))

@@ -1,6 +1,7 @@
 """One request: is it allowed, what does it name, has the client got it, which bytes, what failed.
 
-An ASGI application for HTTP.  Answers GET and HEAD, and reads no body of a request.
+An ASGI application for HTTP.  Answers GET and HEAD, and reads no body of a request.  Who may ask,
+what a request names and how an error reads is its face's (`Face`); a port has one face.
 
     NotFound, BadName, Conflict -> 404
     Unavailable, StorageFailed, OSError, MemoryError -> 503: what this machine cannot do now
@@ -15,25 +16,24 @@ to those that its user allowed (421 else).
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from mstore.terms.errors import BadName, Conflict, MstoreError, NotFound, StorageFailed, Unavailable
-from mstore_serve import addresses, conditions, ranges
+from mstore_serve import conditions, ranges
 from mstore_serve.bodies import Ahead, Body, Threads, unless_gone
 from mstore_serve.conditions import Verdict
-from mstore_serve.documents import ErrorDocument, ErrorReport, encoded
+from mstore_serve.documents import ErrorReport
+from mstore_serve.face import Face, Pairs, Refusal, refusal
 from mstore_serve.ranges import Part, Span, Unsatisfiable
-from mstore_serve.shown import JSON, Elsewhere, Later, Showing, Shown
+from mstore_serve.shown import Elsewhere, Later, Shown
 
 OWN_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _RETRY_AFTER: Final = "2"
@@ -57,18 +57,6 @@ _STATUS: Final[Mapping[type[Exception], int]] = {
 log = logging.getLogger("mstore_serve")
 access = logging.getLogger("mstore_serve.access")
 
-Pairs = Sequence[tuple[str, str]]
-
-
-class _Refusal(Exception):
-    """A request that gets no more than a status and a document."""
-
-    def __init__(self, status: int, report: ErrorReport, headers: Pairs = ()) -> None:
-        super().__init__(report.what)
-        self.status = status
-        self.report = report
-        self.headers = headers
-
 
 class _Answer:
     """What was sent so far: remembers the status and counts the bytes."""
@@ -87,59 +75,54 @@ class _Answer:
 
 
 class App:
-    """Answers requests for what `showing` shows.
+    """Answers requests by the face of the port that they came to.
 
     most: requests at once; more are refused with 503. names: what a request may call this host;
-    None: anything. token: what each request must bring; empty: nothing.
+    None: anything.
     """
 
     def __init__(
         self,
-        showing: Showing,
+        faces: Mapping[int, Face],
         threads: Threads,
         *,
         most: int,
         names: Collection[str] | None,
-        token: str,
     ) -> None:
-        self._showing = showing
+        self._faces = faces
         self._threads = threads
         self._most = most
         self._names = names
-        self._token = token
         self._running = 0
         self._ahead = Ahead()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = _Answer(send)
+        face = self._faces[scope["server"][1]]
         began = time.perf_counter()
         self._running += 1
         try:
-            await self._handle(scope, receive, answer)
+            await self._handle(face, scope, receive, answer)
         finally:
             self._running -= 1
-            _note(scope, answer, time.perf_counter() - began)
+            _note(face, scope, answer, time.perf_counter() - began)
 
-    async def _handle(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _handle(self, face: Face, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:
-            await self._answer(scope, receive, answer)
-        except _Refusal as refusal:
-            await _refuse(scope, answer, refusal)
+            await self._answer(face, scope, receive, answer)
+        except Refusal as refused:
+            await _refuse(face, scope, answer, refused)
         except Exception as error:  # noqa: BLE001 - this is the boundary of a request
             _log_failure(scope, error)
             # Else the answer ends here, before its length: the server then ends the connection.
             if not answer.status:
-                await _refuse(scope, answer, _refusal_of(error))
+                await _refuse(face, scope, answer, _refusal_of(error))
 
-    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _answer(self, face: Face, scope: Scope, receive: Receive, answer: _Answer) -> None:
         headers = Headers(scope=scope)
         self._admit(scope, headers)
-        address = addresses.parse(scope["raw_path"])
-        if address is None:
-            raise _refusal(404, "not-found", "no such address")
-        as_page = _accepts_page(headers.get("accept", ""))
-        find = partial(self._showing.find, address, scope["raw_path"], as_page=as_page)
-        shown = await self._threads.look_up(find)
+        face.admit(scope, headers)
+        shown = await self._threads.look_up(face.asked(scope, headers))
         if isinstance(shown, Later):
             made = await unless_gone(self._threads.tell(shown.make), receive)
             if made is None:
@@ -155,26 +138,23 @@ class App:
                 await answer(_start(304, _about(shown)))
                 await answer({"type": "http.response.body", "body": b""})
             case Verdict.FAILED:
-                raise _refusal(412, "precondition-failed", "it is another version")
+                raise refusal(412, "precondition-failed", "it is another version")
             case Verdict.SEND:
                 await self._send_shown(scope, given, shown, receive, answer)
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
-        """Raise _Refusal for a request that is refused, whatever it names."""
+        """Raise Refusal for a request that is refused, whatever it names and whoever asks."""
         if self._running > self._most:
             again = (("Retry-After", _RETRY_AFTER), ("Connection", "close"))
-            raise _refusal(503, "busy", "too many requests at once", again)
+            raise refusal(503, "busy", "too many requests at once", again)
         if self._names is not None:
             name = re.sub(r":[0-9]*\Z", "", headers.get("host", "")).lower()
             # Without one it is HTTP/1.0, which no browser speaks.
             if name and name not in self._names:
-                raise _refusal(421, "misdirected", "this server does not answer to this name")
-        if self._token and not _brings(self._token, headers):
-            asked = (("WWW-Authenticate", "Bearer"),)
-            raise _refusal(401, "unauthorized", "this server wants its token", asked)
+                raise refusal(421, "misdirected", "this server does not answer to this name")
         if scope["method"] not in _METHODS:
             allowed = (("Allow", ", ".join(_METHODS)), ("Connection", "close"))
-            raise _refusal(405, "bad-request", "this server is read-only", allowed)
+            raise refusal(405, "bad-request", "this server is read-only", allowed)
 
     async def _send_shown(
         self,
@@ -208,7 +188,7 @@ class App:
 
 
 def _spans(scope: Scope, given: Mapping[str, str], shown: Shown) -> list[Span] | None:
-    """Return the ranges to send; None for the whole.  Raises _Refusal (416)."""
+    """Return the ranges to send; None for the whole.  Raises Refusal (416)."""
     asked = given.get("range")
     # For HEAD, ranges mean nothing.
     if asked is None or scope["method"] != "GET":
@@ -220,7 +200,7 @@ def _spans(scope: Scope, given: Mapping[str, str], shown: Shown) -> list[Span] |
     except Unsatisfiable:
         whole = (("Content-Range", f"bytes */{shown.size}"),)
         what = f"no byte of {shown.size} is in these ranges, or they are too many"
-        raise _refusal(416, "bad-range", what, whole) from None
+        raise refusal(416, "bad-range", what, whole) from None
 
 
 def _about(shown: Shown) -> list[tuple[str, str]]:
@@ -234,20 +214,6 @@ def _about(shown: Shown) -> list[tuple[str, str]]:
     if shown.validators.modified is not None:
         told.append(("Last-Modified", conditions.http_date(shown.validators.modified)))
     return told
-
-
-def _brings(token: str, headers: Headers) -> bool:
-    """Return whether a request brings this token; takes as long for one that is nearly right."""
-    kind, _, given = headers.get("authorization", "").partition(" ")
-    return kind.lower() == "bearer" and hmac.compare_digest(
-        given.strip().encode("latin-1"), token.encode("latin-1")
-    )
-
-
-def _accepts_page(accept: str) -> bool:
-    """Return whether to show a directory as a page: unless JSON is asked for by name."""
-    kinds = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
-    return JSON not in kinds or "text/html" in kinds
 
 
 def _start(status: int, headers: Pairs) -> Message:
@@ -269,11 +235,7 @@ async def _send_bytes(
     await answer({"type": "http.response.body", "body": content})
 
 
-def _refusal(status: int, code: str, what: str, headers: Pairs = ()) -> _Refusal:
-    return _Refusal(status, ErrorReport(code, what, None), headers)
-
-
-def _refusal_of(error: Exception) -> _Refusal:
+def _refusal_of(error: Exception) -> Refusal:
     status = next((of for kind, of in _STATUS.items() if isinstance(error, kind)), 500)
     code = "bug"
     if isinstance(error, MstoreError):
@@ -283,8 +245,8 @@ def _refusal_of(error: Exception) -> _Refusal:
     elif isinstance(error, MemoryError):
         code = "out-of-memory"
     if isinstance(error, MstoreError) and status < 500:
-        return _Refusal(status, ErrorReport(code, error.what, error.where))
-    return _Refusal(status, ErrorReport(code, _UNTOLD, None))
+        return Refusal(status, ErrorReport(code, error.what, error.where))
+    return Refusal(status, ErrorReport(code, _UNTOLD, None))
 
 
 def _public(kind: type[BaseException]) -> str:
@@ -293,10 +255,10 @@ def _public(kind: type[BaseException]) -> str:
     return next(listed).__name__
 
 
-async def _refuse(scope: Scope, answer: _Answer, refusal: _Refusal) -> None:
-    content = encoded(ErrorDocument(refusal.report))
-    told = [("Content-Type", JSON), ("Cache-Control", "no-store"), *refusal.headers]
-    await _send_bytes(scope, answer, refusal.status, content, told)
+async def _refuse(face: Face, scope: Scope, answer: _Answer, refused: Refusal) -> None:
+    about, content = face.refused(scope, refused)
+    told = [*about, ("Cache-Control", "no-store"), *refused.headers]
+    await _send_bytes(scope, answer, refused.status, content, told)
 
 
 def _log_failure(scope: Scope, error: Exception) -> None:
@@ -312,9 +274,9 @@ def _log_failure(scope: Scope, error: Exception) -> None:
         log.error("%s: a bug in mstore", where, exc_info=error)
 
 
-def _note(scope: Scope, answer: _Answer, seconds: float) -> None:
+def _note(face: Face, scope: Scope, answer: _Answer, seconds: float) -> None:
     client = scope.get("client")
-    query = scope["query_string"].decode("latin-1")
+    query = face.query(scope)
     access.info(
         '%s "%s %s%s" %s %d %.3f',
         "-" if client is None else client[0],

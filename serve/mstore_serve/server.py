@@ -1,6 +1,6 @@
-"""The process: a socket that listens, uvicorn that serves it, signals that end it.
+"""The process: a socket for each face, uvicorn that serves them, signals that end it.
 
-start    the socket is bound before anything else starts: a port that is taken is an error now
+start    the sockets are bound before anything else starts: a port that is taken is an error now
 ready    `on_ready`, once connections are accepted
 stop     no new connections; answers under way have `timeout` seconds to finish
 again    a second signal ends them at once
@@ -32,7 +32,10 @@ from mstore.terms.errors import BadRequest, Conflict, MstoreError, StorageFailed
 from mstore.terms.phrases import Option, phrase
 from mstore_serve.app import OWN_NAMES, App
 from mstore_serve.bodies import Threads
-from mstore_serve.serving import PORT_TAKEN, ServeInfo, described
+from mstore_serve.face import Face
+from mstore_serve.http_face import HttpFace
+from mstore_serve.s3.face import S3Face
+from mstore_serve.serving import S3Keys, ServeInfo, described
 from mstore_serve.shown import Showing
 
 
@@ -89,8 +92,10 @@ _TIDYING_TICKS: Final = 300
 
 
 @contextmanager
-def listen(host: str, port: int) -> Iterator[socket.socket]:
+def listen(host: str, port: int, option: str = "port") -> Iterator[socket.socket]:
     """Open a socket at an address of this machine; port 0 is any free one.
+
+    option: what chooses the port, for hints.
 
     Raises BadRequest, Conflict, Unavailable, StorageFailed.
     """
@@ -105,51 +110,60 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind(address)
         except OSError as error:
-            raise _unbound(error, where) from error
+            raise _unbound(error, where, option) from error
         yield opened
 
 
-def _unbound(error: OSError, where: str) -> MstoreError:
+def _unbound(error: OSError, where: str, option: str) -> MstoreError:
     if error.errno == errno.EADDRINUSE:
-        return Conflict("the port is in use", where=where, hint=PORT_TAKEN)
+        hint = phrase(
+            "{other} chooses another, {free} any free one",
+            other=Option(option),
+            free=Option(option, 0),
+        )
+        return Conflict("the port is in use", where=where, hint=hint)
     if error.errno == errno.EADDRNOTAVAIL:
         hint = phrase("{host} listens at all of them", host=Option("host", "0.0.0.0"))  # noqa: S104
         return BadRequest("not an address of this machine", where=where, hint=hint)
     if error.errno in (errno.EACCES, errno.EPERM):
-        return Unavailable(
-            "this user may not listen at this port", where=where, hint=Option("port", 8080)
-        )
+        what = "this user may not listen at this port"
+        return Unavailable(what, where=where, hint=Option(option, 8080))
     return StorageFailed(f"cannot listen: {error.strerror}", where=where, errno=error.errno)
 
 
 class Server(uvicorn.Server):
-    """Serves an open store at a bound socket until it is told to stop."""
+    """Serves an open store at bound sockets until it is told to stop.
+
+    listening: of the HTTP face; s3: of the S3 face; at least one of them, at one host.
+    """
 
     def __init__(
         self,
         store: Store,
-        listening: socket.socket,
+        listening: socket.socket | None,
+        s3: socket.socket | None = None,
         *,
         names: Sequence[str],
         most: int,
         timeout: float,
         token: str = "",
+        s3_keys: S3Keys | None = None,
         on_ready: Callable[[ServeInfo], None] | None,
     ) -> None:
-        self._listening = listening
+        self._listening = [one for one in (listening, s3) if one is not None]
         self._threads = Threads()
         self._seconds = timeout
         self._on_ready = on_ready
-        self._info = described(store, *listening.getsockname()[:2])
+        self._info = described(store, listening, s3)
         own = frozenset(name.lower() for name in names) | OWN_NAMES
         self._showing = Showing(store)
-        app = App(
-            self._showing,
-            self._threads,
-            most=most,
-            names=own if self._info.loopback else None,
-            token=token,
-        )
+        faces: dict[int, Face] = {}
+        if listening is not None:
+            faces[listening.getsockname()[1]] = HttpFace(self._showing, token)
+        if s3 is not None:
+            faces[s3.getsockname()[1]] = S3Face(self._showing, s3_keys)
+        names_here = own if self._info.loopback else None
+        app = App(faces, self._threads, most=most, names=names_here)
         kind = type("Connection", (Connection,), {"most": _CONNECTIONS_A_REQUEST * most})
         super().__init__(
             uvicorn.Config(
@@ -175,7 +189,7 @@ class Server(uvicorn.Server):
         """Serve; return when the server has ended and its threads have."""
         heap.keep_freed(one_arena=True)
         try:
-            super().run(sockets=[self._listening])
+            super().run(sockets=self._listening)
         finally:
             self._threads.close()
             self._showing.close()

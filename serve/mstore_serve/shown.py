@@ -25,6 +25,7 @@ from blake3 import blake3
 
 from mstore import Store
 from mstore.api.exchanging import remote_of
+from mstore.api.reports import RefReport
 from mstore.remotes.objects import ROOT
 from mstore.store.leases import Hold
 from mstore.store.view import SnapshotView
@@ -95,7 +96,7 @@ class Later(msgspec.Struct, frozen=True):
     make: Callable[[], Shown | Elsewhere]
 
 
-class _Snapshot:
+class ServedSnapshot:
     """One snapshot; the ETags of its files that were asked for, and the list of its tensors.
 
     tensors: kept if it is short, so that answers share it.
@@ -133,8 +134,9 @@ class Showing:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._known: OrderedDict[SnapshotId, _Snapshot] = OrderedDict()
+        self._known: OrderedDict[SnapshotId, ServedSnapshot] = OrderedDict()
         self._holds: dict[SnapshotId, _Shared] = {}
+        self._refs: tuple[int, dict[str, SnapshotId]] | None = None
         self._remote = remote_of(store, "serve")
 
     def tidy(self) -> None:
@@ -152,8 +154,7 @@ class Showing:
 
         Raises NotFound, Corrupt, StorageFailed and others.
         """
-        # Looks whether the store was put back from a backup meanwhile, and opens its new files.
-        self._store.generation()
+        self.follow()
         match address:
             case addresses.ThisServer():
                 links = {"refs": "refs", "snapshots": "snapshots"}
@@ -168,22 +169,44 @@ class Showing:
             case addresses.RemoteObject(name):
                 is_ready = self._remote.is_ready(name)
                 return self._object(name) if is_ready else Later(partial(self._object, name))
-        found = self._snapshot(address.place)
+        found = self.snapshot(address.place)
         id = found.view.id.hex()
         if not address.place.is_ref and address.place.name != id:
             return Elsewhere(addresses.elsewhere(raw, id))
         match address:
             case addresses.Files(_, path):
-                return self._file(found, address.place, path, raw, as_page=as_page)
+                return self._file_or_directory(found, address.place, path, raw, as_page=as_page)
             case addresses.Tensors(_, ""):
                 return found.tensors or Later(partial(self._tensors, found))
             case addresses.Tensors(_, name):
                 return self._tensor(found.view, address.place, name)
         return Later(partial(self._summary, found))
 
+    def follow(self) -> None:
+        """Open the store's new files if it was put back from a backup; before each answer."""
+        self._store.generation()
+
     # -- snapshots -----------------------------------------------------------------------------
 
-    def _snapshot(self, place: SnapshotName) -> _Snapshot:
+    def refs(self) -> dict[str, SnapshotId]:
+        """Return the snapshots of all refs by name, of remote refs and candidates, too."""
+        # Of thousands of refs, to read all for each request would take longer than its bytes.
+        generation = self._store.generation()
+        known = self._refs
+        if known is None or known[0] != generation:
+            known = self._refs = generation, self._store.ref_ids()
+        return known[1]
+
+    def ref(self, name: str) -> RefReport:
+        """Return a ref.  Raises NotFound."""
+        return self._store.ref(name)
+
+    def snapshot_ids(self, digits: str) -> list[SnapshotId]:
+        """Return the snapshots whose ids begin with these digits, in order."""
+        return self._store.snapshot_ids(digits)
+
+    def snapshot(self, place: SnapshotName) -> ServedSnapshot:
+        """Return a snapshot.  Raises NotFound, also if its contents were pruned, and Corrupt."""
         if place.is_ref:
             return self._of(self._store.ref(place.name).snapshot.hex())
         if not _ID.fullmatch(place.name) and not _PREFIX.fullmatch(place.name):
@@ -195,14 +218,14 @@ class Showing:
                 raise
             raise _no_snapshot(place.name) from error
 
-    def _of(self, text: str) -> _Snapshot:
+    def _of(self, text: str) -> ServedSnapshot:
         """Return the snapshot of this id or beginning of one, which the index must have."""
         view = self._store.view(text)
         # A text may also name a ref, or a content: not here.
         if not view.id.hex().startswith(text):
             raise _no_snapshot(text)
         with self._lock:
-            found = self._known.pop(view.id, None) or _Snapshot(view)
+            found = self._known.pop(view.id, None) or ServedSnapshot(view)
             self._known[view.id] = found
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
@@ -239,22 +262,35 @@ class Showing:
 
     # -- what they show ------------------------------------------------------------------------
 
-    def _file(
-        self, found: _Snapshot, place: SnapshotName, path: str | None, raw: bytes, *, as_page: bool
+    def file(self, found: ServedSnapshot, place: SnapshotName, path: str) -> Shown | None:
+        """Return a file of a snapshot, None if it has no such file."""
+        file = found.files.get(path)
+        if file is None:
+            return None
+        view = found.view
+        read, prefetch = partial(view.read, path), partial(view.prefetch, path)
+        source = ServedBytes(partial(self.hold, view.id), read, prefetch, view.is_virtual)
+        return _bytes(view, place, file.size, _type_of(path), found.etag(path), source)
+
+    def _file_or_directory(
+        self,
+        found: ServedSnapshot,
+        place: SnapshotName,
+        path: str | None,
+        raw: bytes,
+        *,
+        as_page: bool,
     ) -> Shown | Elsewhere | Later:
         if path is None:
             return Elsewhere("files/")
-        file = found.files.get(path)
+        file = self.file(found, place, path)
         if file is not None:
-            view = found.view
-            read, prefetch = partial(view.read, path), partial(view.prefetch, path)
-            source = ServedBytes(partial(self.hold, view.id), read, prefetch, view.is_virtual)
-            return _bytes(view, place, file.size, _type_of(path), found.etag(path), source)
+            return file
         make = partial(self._directory, found, place, path, raw, as_page=as_page)
         return Later(make) if len(found.files) > _SHORT else make()
 
     def _directory(
-        self, found: _Snapshot, place: SnapshotName, path: str, raw: bytes, *, as_page: bool
+        self, found: ServedSnapshot, place: SnapshotName, path: str, raw: bytes, *, as_page: bool
     ) -> Shown | Elsewhere:
         is_directory = not path or path.endswith("/")
         entries = found.entries(path if is_directory else f"{path}/")
@@ -265,8 +301,8 @@ class Showing:
         vary = (("Vary", "Accept"),)
         if as_page:
             title = f"{place.name if place.is_ref else found.view.id.short}: /{path}"
-            return _made(page(title, entries, is_top=not path), HTML, vary)
-        return _made(
+            return made(page(title, entries, is_top=not path), HTML, vary)
+        return made(
             documents.encoded(documents.DirectoryDocument(path, tuple(entries))), JSON, vary
         )
 
@@ -303,7 +339,7 @@ class Showing:
         ids = tuple(id.hex() for id in self._store.snapshot_ids())
         return _document(documents.SnapshotsDocument(ids))
 
-    def _tensors(self, found: _Snapshot) -> Shown:
+    def _tensors(self, found: ServedSnapshot) -> Shown:
         # Another request may have made it while this one waited.
         if found.tensors is not None:
             return found.tensors
@@ -313,7 +349,7 @@ class Showing:
             found.tensors = made
         return made
 
-    def _summary(self, found: _Snapshot) -> Shown:
+    def _summary(self, found: ServedSnapshot) -> Shown:
         report = self._store.show(found.view.id)
         assert report.manifest is not None
         told = documents.SnapshotDocument(
@@ -372,10 +408,10 @@ def _bytes(
 
 
 def _document(document: object) -> Shown:
-    return _made(documents.encoded(document), JSON)
+    return made(documents.encoded(document), JSON)
 
 
-def _made(content: bytes, media_type: str, headers: tuple[tuple[str, str], ...] = ()) -> Shown:
+def made(content: bytes, media_type: str, headers: tuple[tuple[str, str], ...] = ()) -> Shown:
     """Return what is made for one request: another version of mstore may make it otherwise."""
     validators = Validators(f'"{blake3(content).hexdigest()}"', None)
     return Shown(len(content), media_type, validators, ASK_AGAIN, content, headers=headers)

@@ -104,7 +104,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "mount": ("mount", "merged", "out/mount"),
     "mounts": ("mounts",),
     "unmount": ("unmount", "out/mount"),
-    "serve": ("serve", "--port", "0"),
+    "serve": ("serve", "--port", "0", "--s3", "0", "--no-auth"),
     "refs": ("refs",),
     "tag": ("tag", "v2", "merged"),
     "reset": ("reset", "base", "tuned", "--expect", "base"),

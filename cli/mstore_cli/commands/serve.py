@@ -1,4 +1,4 @@
-"""`mstore serve`: the files of a store over HTTP, read-only."""
+"""`mstore serve`: the files of a store over HTTP and S3, read-only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mstore_cli.command import command
 from mstore_cli.errors import UsageError, warn
 from mstore_cli.options import Option
 from mstore_cli.output import Mode, Screen
-from mstore_cli.session import TOKEN_VARIABLE, Session, token
+from mstore_cli.session import S3_VARIABLES, TOKEN_VARIABLE, Session, s3_keys, token
 
 if TYPE_CHECKING:
-    from mstore_serve.serving import ServeInfo
+    from mstore_serve.serving import S3Keys, ServeInfo
 
 # The defaults of mstore_serve.serving, which is imported when it serves.
 HOST = "127.0.0.1"
@@ -30,7 +30,30 @@ def serve(
     host: Annotated[
         str, Option("--host", metavar="ADDRESS", help="The address to listen at.")
     ] = HOST,
-    port: Annotated[int, Option("--port", metavar="N", help="The port; 0: any free one.")] = PORT,
+    port: Annotated[
+        int | None,
+        Option(
+            "--port",
+            metavar="N",
+            help=f"The port of HTTP; 0: any free one.  [default: {PORT}; with --s3: no HTTP]",
+        ),
+    ] = None,
+    s3: Annotated[
+        int | None,
+        Option(
+            "--s3",
+            metavar="PORT",
+            help="Serve clients of S3 at this port; 0: any free one. They sign requests with the "
+            f"keys in your variables {' and '.join(S3_VARIABLES)}.",
+        ),
+    ] = None,
+    no_auth: Annotated[
+        bool,
+        Option(
+            "--no-auth",
+            help="Answer clients of S3 without checking signatures; at a loopback address only.",
+        ),
+    ] = False,
     allow_name: Annotated[
         tuple[str, ...],
         Option(
@@ -55,7 +78,7 @@ def serve(
         bool,
         Option(
             "--token",
-            help="Answer only requests that bring the token in your variable MSTORE_TOKEN.",
+            help="Answer only HTTP requests that bring the token in your variable MSTORE_TOKEN.",
         ),
     ] = False,
     log: Annotated[
@@ -63,31 +86,54 @@ def serve(
         Option("--log", metavar="FILE", help="Append the log to a file, not to standard error."),
     ] = None,
 ) -> None:
-    """Serve refs, snapshots and their files over HTTP.
+    """Serve refs, snapshots and their files over HTTP or S3.
 
-    The server only reads, and runs until Ctrl-C. Without --token there is no authentication. Each
-    request is logged; with --quiet only errors are, unless --log names a file.
+    The server only reads, and runs until Ctrl-C. Over HTTP there is no authentication without
+    --token. Each request is logged; with --quiet only errors are, unless --log names a file.
 
     Below /remote/ it shows the store as a remote: `mstore clone http://HOST:PORT/remote DIR`.
+
+    With --s3, the bucket `mstore` has the keys refs/NAME/PATH and snapshots/ID/PATH. With --port as
+    well, one server answers both.
     """
     from mstore_serve.serving import serve as run_server
 
+    if port is None and s3 is None:
+        port = PORT
+    if needs_token and port is None:
+        raise UsageError("--token is for HTTP, which is not served", hint=f"--port {PORT}")
+    if no_auth and s3 is None:
+        raise UsageError("--no-auth is for S3, which is not served", hint="--s3 9000")
+    keys = _keys() if s3 is not None and not no_auth else None
+
     def ready(info: ServeInfo) -> None:
         def human(screen: Screen) -> None:
-            screen.line(f"serving {info.store} at {info.url}", style="green")
+            if info.url is not None:
+                screen.line(f"serving {info.store} at {info.url}", style="green")
+            if info.s3_url is not None:
+                what = f"serving {info.store} to clients of S3: s3://mstore at {info.s3_url}"
+                screen.line(what, style="green")
             screen.line("to end it: Ctrl-C")
 
-        session.output.emit(info, ids=[info.url], human=human)
-        if not info.loopback and needs_token:
-            warn(
-                "without TLS, the network can read the token and every model that is sent",
-                "let a proxy with TLS stand before it (docs/serving.md)",
-            )
-        elif not info.loopback:
+        urls = [url for url in (info.url, info.s3_url) if url is not None]
+        session.output.emit(info, ids=urls, human=human)
+        if info.loopback:
+            return
+        if info.url is not None and not needs_token:
             warn(
                 f"there is no authentication: whoever reaches {info.url} can read every model "
                 "in this store",
                 "let a proxy with passwords and TLS stand before it (docs/serving.md)",
+            )
+        else:
+            read = (
+                "every model that is sent"
+                if info.url is None
+                else ("the token and every model that is sent")
+            )
+            warn(
+                f"without TLS, the network can read {read}",
+                "let a proxy with TLS stand before it (docs/serving.md)",
             )
 
     given = token() if needs_token else ""
@@ -102,6 +148,8 @@ def serve(
             store,
             host=host,
             port=port,
+            s3=s3,
+            s3_keys=keys,
             names=allow_name,
             connections=connections,
             timeout=timeout,
@@ -110,3 +158,19 @@ def serve(
             access_log=log is not None or session.output.mode is not Mode.QUIET,
             on_ready=ready,
         )
+
+
+def _keys() -> S3Keys:
+    """Return the keys of the environment.  Raises UsageError where there are none."""
+    from mstore_serve.serving import S3Keys
+
+    key, secret = s3_keys()
+    missing = [name for name, value in zip(S3_VARIABLES, (key, secret), strict=True) if not value]
+    if missing:
+        raise UsageError(
+            f"--s3: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
+            hint=f"export {S3_VARIABLES[0]}=models {S3_VARIABLES[1]}="
+            "$(python3 -c 'import secrets; print(secrets.token_urlsafe())')\n"
+            "or --no-auth, for programs on this machine",
+        )
+    return S3Keys(key, secret)
