@@ -24,7 +24,7 @@ from mstore.remotes.cache import PartCache, gaps
 from mstore.remotes.layout import pack_name
 from mstore.remotes.objects import Absent
 from mstore.remotes.state import Remote
-from mstore.terms.errors import MstoreError
+from mstore.terms.errors import MstoreError, RemoteAway, Unavailable
 from mstore.terms.ids import Buffer, PackId
 from mstore.terms.phrases import call, phrase
 
@@ -97,6 +97,9 @@ class RemoteParts(PartReader):
                 where=f"{name}: {pack_name(pack)}",
                 hint=phrase("{fetch} says what is there now", fetch=call("fetch", name)),
             ) from error
+        except Unavailable as error:
+            what, where, hint = error.texts
+            raise RemoteAway(what, where=f"{name}: {where}" if where else name, hint=hint) from error
         with self._lock:
             self.traffic.requests += 1
             self.traffic.bytes += length
