@@ -99,7 +99,9 @@ class RemoteParts(PartReader):
             ) from error
         except Unavailable as error:
             what, where, hint = error.texts
-            raise RemoteAway(what, where=f"{name}: {where}" if where else name, hint=hint) from error
+            raise RemoteAway(
+                what, where=f"{name}: {where}" if where else name, hint=hint
+            ) from error
         with self._lock:
             self.traffic.requests += 1
             self.traffic.bytes += length
