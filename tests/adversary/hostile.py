@@ -132,6 +132,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "push": ("push", "origin", "third"),
     "fetch": ("fetch", "origin"),
     "pull": ("pull", "origin"),
+    "prefetch": ("prefetch", "base"),
+    "drop": ("drop", "base"),
     "fsck": ("fsck", "--read-data", "--repair"),
     "doctor": ("doctor",),
     "version": ("version",),
@@ -155,7 +157,7 @@ WRITING = (
     ),
     *("reset", "rename", "rm", "prune", "gc", "pin", "fsck", "reindex", "backup", "clone"),
     *("remote add", "remote rename", "remote rm", "remote gc", "push", "fetch", "pull"),
-    *("copy", "bundle create"),
+    *("copy", "bundle create", "prefetch", "drop"),
 )
 
 
@@ -203,6 +205,7 @@ class Stage:
             ("tag", "v1", "base"),
             ("remote", "add", "origin", (self.path / "remote").as_uri()),
             ("push", "origin", "base"),
+            ("fetch", "origin", "--lazy"),
         ]
         for line in lines:
             assert program.run([*store, *line]) == 0, line
