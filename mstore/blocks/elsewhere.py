@@ -189,6 +189,12 @@ class RemoteBlocks:
             )
         return self.reader.read(name, pack, offset, length)
 
+    def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
+        """Fill buffers with bytes of a pack, one after the other. Raises as `read`."""
+        for target in targets:
+            target[:] = memoryview(self.read(pack, offset, len(target))).cast("B")
+            offset += len(target)
+
     def forget(self, pack: PackId, offset: int, length: int) -> None:
         """See `PartReader.forget`."""
         if self.reader is not None:
@@ -223,12 +229,10 @@ class PacksAndRemotes(Packs):
     def read_scattered(
         self, pack: PackId, offset: int, targets: Sequence[memoryview], version: int | None = None
     ) -> None:
-        if not self.is_elsewhere(pack):
+        if self.is_elsewhere(pack):
+            self.elsewhere.read_scattered(pack, offset, targets)
+        else:
             self._here.read_scattered(pack, offset, targets, version)
-            return
-        for target in targets:
-            target[:] = memoryview(self.elsewhere.read(pack, offset, len(target))).cast("B")
-            offset += len(target)
 
     def read_each(self, pack: PackId, places: Iterable[tuple[int, int]]) -> Iterator[Buffer]:
         if not self.is_elsewhere(pack):

@@ -92,6 +92,7 @@ class RemoteParts(PartReader):
             objects = self._remote(name).objects
             [data] = objects.read_each(pack_name(pack), [(offset, length)])
         except Absent as error:
+            self._require_root(name)
             raise PackGone(
                 f"{name} has removed this pack since the last fetch",
                 where=f"{name}: {pack_name(pack)}",
@@ -106,6 +107,14 @@ class RemoteParts(PartReader):
             self.traffic.requests += 1
             self.traffic.bytes += length
         return data
+
+    def _require_root(self, name: str) -> None:
+        """Raise RemoteAway if a remote has no root: where nothing is, no pack was removed."""
+        try:
+            self._remote(name).objects.read_root()
+        except (Absent, Unavailable) as error:
+            what, where, hint = error.texts
+            raise RemoteAway(what, where=f"{name}: {where}", hint=hint) from error
 
     def _remote(self, name: str) -> Remote:
         """Return a remote, opened in this process: connections do not outlive a fork."""
