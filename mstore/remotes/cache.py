@@ -75,8 +75,8 @@ class PartCache:
         if len(data) != length + _CHECK or data[length:] != _check(pack, offset, view[:length]):
             self.remove(pack, offset, length)
             return None
-        with suppress(OSError):
-            os.utime(path)
+        with suppress(MstoreError):
+            fs.mark_used(path)
         return view[:length]
 
     def put(self, pack: PackId, offset: int, data: Buffer) -> None:
