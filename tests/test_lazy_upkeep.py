@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from exchanges import REMOTE, Place, files, merged, placed, sound
+from exchanges import REMOTE, Place, files, merged, place, placed, sound
 from proof_models import model_files
 
 from mstore.api import Store
 from mstore.terms.errors import Corrupt, RemoteAway
 
+__all__ = ["place"]
 NAMES = {"base": 0, "e1": 1, "e2": 2}
 
 
@@ -194,3 +198,50 @@ def test_repair_without_the_remote_changes_nothing(family: Place, lazy: Store) -
     with Store.open(path) as again:
         assert not again.repair(read_data=True, threads=1).dropped
         whole(again, before)
+
+
+READER = """
+import os, sys
+from pathlib import Path
+from exchanges import files
+from proof_models import model_files
+from mstore.api import Store
+warm, path = sys.argv[1:]
+with Store.open(warm) as store:
+    # All that is imported late comes now: somebody else may not reach it.
+    assert files(store, "e1") == model_files(1, 1)
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+with Store.open(path) as store:
+    for _ in range(2):
+        assert files(store, "e1") == model_files(1, 1)
+    assert store.show("e1").leans_on
+assert not (Path(path) / "cache").exists()
+"""
+
+
+def test_a_store_that_is_only_read_has_no_cache(place: Place) -> None:
+    """Who may not write a lazy store reads it, through the network each time."""
+    origin = place.store("origin")
+    place.add(origin, "e1", 1, 1)
+    origin.push(REMOTE, every=True)
+    for name in ("warm", "lazy"):
+        Store.clone(place.url, place.path / name, lazy=True)
+    place.path.chmod(0o755)
+    for one in (place.path / "lazy", place.remote):
+        for path in (one, *one.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", READER, str(place.path / "warm"), str(place.path / "lazy")],
+        env=env,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    for path in (place.path, *place.path.rglob("*")):
+        if path.is_dir():
+            # It can be removed again.
+            path.chmod(0o755)
+    assert done.returncode == 0, done.stderr
