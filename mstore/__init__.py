@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         InvalidInput,
         MstoreError,
         NotFound,
+        RemoteAway,
         StorageFailed,
         Unavailable,
         Unreadable,
@@ -54,6 +55,7 @@ __all__ = [
     "NoteId",
     "PlanId",
     "RecipeRequest",
+    "RemoteAway",
     "Snapshot",
     "SnapshotId",
     "StorageFailed",
@@ -72,7 +74,7 @@ _MODULES = {
     "mstore.terms.errors": (
         *("BadCheckpoint", "BadName", "BadRequest", "BudgetExceeded", "Conflict", "Corrupt"),
         *("Incompatible", "Interrupted", "InvalidInput", "MstoreError", "NotFound"),
-        *("StorageFailed", "Unavailable", "Unreadable"),
+        *("RemoteAway", "StorageFailed", "Unavailable", "Unreadable"),
     ),
     "mstore.terms.ids": ("BlockId", "ManifestId", "NoteId", "PlanId", "SnapshotId", "TensorId"),
     "mstore.terms.requests": (

@@ -88,6 +88,7 @@ def family(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     mstore.succeed("pin", "tiny/math", "--raw")
     mstore.succeed("remote", "add", "origin", tmp_path_factory.mktemp("remote").as_uri())
     mstore.succeed("push", "origin", "tiny/base", "tiny/math")
+    mstore.succeed("fetch", "origin", "--lazy")
     return mstore
 
 
@@ -182,6 +183,8 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "push": ["push", "origin", "tiny/code"],
         "fetch": ["fetch", "origin"],
         "pull": ["pull", "origin"],
+        "prefetch": ["prefetch", "tiny/base"],
+        "drop": ["drop", "tiny/base"],
         "fsck": ["fsck", "--read-data"],
         "reindex": ["reindex"],
         "migrate": ["migrate"],

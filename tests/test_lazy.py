@@ -14,7 +14,7 @@ from mstore import MergeRequest
 from mstore.api import Store
 from mstore.remotes.lazy import RemoteParts, Traffic
 from mstore.remotes.shared_directory import SharedDirectory
-from mstore.terms.errors import Conflict, Corrupt, NotFound, Unavailable
+from mstore.terms.errors import Conflict, Corrupt, NotFound, RemoteAway
 
 __all__ = ["place"]
 
@@ -345,7 +345,7 @@ def test_a_remote_that_is_away(place: Place) -> None:
     other = lazy_clone(place, "lazy")
     place.remote.rename(place.path / "away")
     assert other.view("x").read("config.json", 0, 10)
-    with pytest.raises((NotFound, Corrupt, Unavailable)):
+    with pytest.raises(RemoteAway, match="origin"):
         files(other, "x")
     (place.path / "away").rename(place.remote)
     assert files(other, "x") == model_files(1)

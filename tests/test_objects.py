@@ -251,19 +251,23 @@ objects = connect(sys.argv[1], {})
 objects.swap_root(b"first", None)
 child = os.fork()
 if child == 0:
-    try:
-        objects.read_root()
-    except Unavailable as error:
-        os._exit(7 if "forked" in str(error) else 8)
-    os._exit(9)
+    for opened in (lambda: objects, lambda: connect(sys.argv[1], {})):
+        try:
+            opened().read_root()
+        except Unavailable as error:
+            if "forked" not in str(error):
+                os._exit(8)
+        else:
+            os._exit(9)
+    os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 print(objects.read_root()[0])
 """
 
 
 def test_a_forked_child_is_told(gcs: servers.Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a call of obstore would wait for ever, in the child of a fork, there is an error; the
-    parent goes on."""
+    """Where a call of obstore would wait for ever, in the child of a fork, there is an error, also
+    for a remote that the child opened; the parent goes on."""
     gcs.use(monkeypatch)
     command: Sequence[str] = [sys.executable, "-c", _FORKED, gcs.below()]
     done = subprocess.run(

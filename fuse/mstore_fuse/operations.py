@@ -7,10 +7,12 @@ answers writes with EROFS (`ro`) and checks permissions (`default_permissions`),
     NotFound -> ENOENT, ENAMETOOLONG where no filesystem here could have the name
     Corrupt -> EIO, with a line in the log
     StorageFailed -> what the system said of this machine (EMFILE, EACCES, ENOMEM), with such a line
+    RemoteAway -> EIO, with such a line
     Unavailable -> EBUSY, Incompatible -> EOPNOTSUPP, MemoryError -> ENOMEM, with such a line
     anything else -> EIO, with a line in the log
 
-So EIO means that bytes are damaged or lost, or a bug; another error goes away with its cause.
+So EIO means that bytes are damaged, lost or out of reach, or a bug; another error goes away with
+its cause.
 
 Extended attributes are `user.mstore.*`. Of the others, those of users are absent (ENODATA), and
 those of the system are not supported (EOPNOTSUPP): `ls -l` asks for access lists once, and not
@@ -30,7 +32,14 @@ import stat
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from mstore.terms.errors import Incompatible, MstoreError, NotFound, StorageFailed, Unavailable
+from mstore.terms.errors import (
+    Incompatible,
+    MstoreError,
+    NotFound,
+    RemoteAway,
+    StorageFailed,
+    Unavailable,
+)
 from mstore_fuse.libfuse import REQUESTS_AT_ONCE, FileInfo, FuseConfig, FuseConnection, answer
 from mstore_fuse.readahead import Sequence
 from mstore_fuse.tree import BLOCK, Attributes, MountTree, OpenFile
@@ -86,6 +95,8 @@ def _code(error: MstoreError | MemoryError) -> int:
     match error:
         case MemoryError():
             return errno.ENOMEM
+        case RemoteAway():
+            return errno.EIO
         case Unavailable():
             return errno.EBUSY
         case Incompatible():

@@ -22,7 +22,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import NO_BASE, Footer, Kind, PackGone, SealedPack
 from mstore.blocks.segments import LIST, Segments
-from mstore.terms.errors import Unavailable
+from mstore.terms.errors import RemoteAway
 from mstore.terms.ids import Buffer, PackId
 from mstore.terms.phrases import call
 
@@ -44,7 +44,7 @@ class PartReader(ABC):
     def read(self, name: str, pack: PackId, offset: int, length: int) -> Buffer:
         """Return bytes of a pack that the remote `name` has: those of one or several payloads.
 
-        Raises PackGone where the remote has removed it, and Unavailable where it does not answer,
+        Raises PackGone where the remote has removed it, and RemoteAway where it does not answer,
         within bounded time.
         """
 
@@ -177,17 +177,23 @@ class RemoteBlocks:
         return next((one.name for one in self._remotes if pack in one.packs), None)
 
     def read(self, pack: PackId, offset: int, length: int) -> Buffer:
-        """Return bytes of a pack. Raises as `PartReader.read`, Unavailable if nothing reads."""
+        """Return bytes of a pack. Raises as `PartReader.read`, RemoteAway if nothing reads."""
         name = self.name_of(pack)
         if name is None:
             raise PackGone("no remote has this pack", where=f"pack {pack}", hint=call("remotes"))
         if self.reader is None:
-            raise Unavailable(
+            raise RemoteAway(
                 f"this block is only at {name}, and nothing here reads there",
                 where=f"pack {pack}",
                 hint=call("prefetch", "REF"),
             )
         return self.reader.read(name, pack, offset, length)
+
+    def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
+        """Fill buffers with bytes of a pack, one after the other. Raises as `read`."""
+        for target in targets:
+            target[:] = memoryview(self.read(pack, offset, len(target))).cast("B")
+            offset += len(target)
 
     def forget(self, pack: PackId, offset: int, length: int) -> None:
         """See `PartReader.forget`."""
@@ -223,12 +229,10 @@ class PacksAndRemotes(Packs):
     def read_scattered(
         self, pack: PackId, offset: int, targets: Sequence[memoryview], version: int | None = None
     ) -> None:
-        if not self.is_elsewhere(pack):
+        if self.is_elsewhere(pack):
+            self.elsewhere.read_scattered(pack, offset, targets)
+        else:
             self._here.read_scattered(pack, offset, targets, version)
-            return
-        for target in targets:
-            target[:] = memoryview(self.elsewhere.read(pack, offset, len(target))).cast("B")
-            offset += len(target)
 
     def read_each(self, pack: PackId, places: Iterable[tuple[int, int]]) -> Iterator[Buffer]:
         if not self.is_elsewhere(pack):

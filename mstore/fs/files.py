@@ -297,6 +297,12 @@ def rename_new(source: Path, target: Path) -> bool:
     return True
 
 
+def mark_used(path: Path) -> None:
+    """Set the times of a file to now, for whoever removes what was used longest ago."""
+    with translated(path), parent(path) as (above, name):
+        os.utime(name, dir_fd=above, follow_symlinks=False)
+
+
 def unlink(path: Path, *, missing_ok: bool = False) -> None:
     """Remove a file."""
     with translated(path):

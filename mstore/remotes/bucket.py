@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from mstore.remotes.objects import (
@@ -104,6 +105,7 @@ def store_of(url: str, options: dict[str, Any]) -> ObjectStore:
             where=url,
             hint="pip install 'mstore[remote]'",
         ) from error
+    _require_threads(url)
     given: dict[str, Any] = {"client_options": CLIENT, "retry_config": _TRIES, **options}
     return _translated(url, lambda: from_url(url, **given), _DENIED)
 
@@ -118,7 +120,6 @@ class Bucket(Objects):
         self._store = store
         self._denied = denied
         self.where = where
-        self._process = os.getpid()
 
     def __reduce__(self) -> NoReturn:
         # The store's own pickle has the credentials.
@@ -127,13 +128,7 @@ class Bucket(Objects):
     def _ask(self, name: str, ask: Callable[[], T]) -> T:
         """Call obstore, and turn its errors into those of `Objects`."""
         where = f"{self.where}/{name}" if name else self.where
-        if os.getpid() != self._process:
-            # obstore's threads are not in the child: its calls would wait for ever.
-            raise Unavailable(
-                "this process was forked after the remote was opened",
-                where=where,
-                hint="open the remote in the new process, or start that by spawn",
-            )
+        _require_threads(where)
         return _translated(where, ask, self._denied)
 
     def read_root(self, known: RootStamp | None = None) -> tuple[bytes, RootStamp] | None:
@@ -292,6 +287,23 @@ class Bucket(Objects):
 
         with suppress(Absent):
             self._ask(name, lambda: obstore.delete(self._store, name))
+
+
+def _require_threads(where: str) -> None:
+    """Raise Unavailable in the child of a process that used obstore before the fork."""
+    if _first_process() != os.getpid():
+        # obstore's threads are not in the child: each of its calls would wait for ever.
+        raise Unavailable(
+            "this process was forked after a remote was used, and cannot use one",
+            where=where,
+            hint='start the new process by spawn: multiprocessing.get_context("spawn")',
+        )
+
+
+@cache
+def _first_process() -> int:
+    """Return the process that used obstore first, and has its threads."""
+    return os.getpid()
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

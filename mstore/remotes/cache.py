@@ -1,23 +1,23 @@
 """A cache on disk of parts of packs that lie elsewhere, for all processes of a store.
 
     cache/ab/<PackId>/<offset>-<length>   bytes of that part, then a check of 32 bytes
-    cache/size                            bytes that processes may have written, in digits
+    cache/size                            bytes of all parts, in digits: these or fewer
     cache/lock                            held while that changes, and while parts are removed
 
 A part is what one payload takes, as it lies in the pack, so a reader proves it by its id in any
 case; the check tells it from a file that was flipped or cut, which is then a part that is missing.
 Nothing is synced and all may be removed at any time: a part that is gone is brought again.
 
-The limit is hard: room is reserved before a part is written, and what was used longest ago goes to
-make it. A process that was killed leaves a number that is too large, until parts are removed the
-next time and all are counted.
+The limit is hard: a file has its full size before its bytes, and what was used longest ago goes to
+make room for it. A process that was killed leaves a number that is too large, until parts are
+removed the next time and all are counted.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -27,12 +27,10 @@ from typing import Final
 from blake3 import blake3
 
 from mstore import fs
-from mstore.terms.errors import Conflict, StorageFailed
+from mstore.terms.errors import Conflict, MstoreError
 from mstore.terms.ids import Buffer, PackId
 
 _CHECK: Final = 32
-_RESERVED: Final = 16 << 20
-"""Bytes that a process reserves at once."""
 _LEFT: Final = 0.9
 """What is removed leaves this share of the limit."""
 SHARE: Final = 0.1
@@ -58,7 +56,6 @@ class PartCache:
         self._directory = directory
         self._asked = limit
         self._lock = Lock()
-        self._room = 0
         self._known: dict[PackId, set[_Part]] = {}
 
     @cached_property
@@ -71,15 +68,15 @@ class PartCache:
         path = self._path(pack, (offset, length))
         try:
             data = fs.read_file(path, length + _CHECK + 1)
-        except (StorageFailed, Conflict):
+        except MstoreError:
             self._forget(pack, (offset, length))
             return None
         view = memoryview(data)
         if len(data) != length + _CHECK or data[length:] != _check(pack, offset, view[:length]):
             self.remove(pack, offset, length)
             return None
-        with suppress(OSError):
-            os.utime(path)
+        with suppress(MstoreError):
+            fs.mark_used(path)
         return view[:length]
 
     def put(self, pack: PackId, offset: int, data: Buffer) -> None:
@@ -89,14 +86,13 @@ class PartCache:
             return
         part = offset, len(data)
         path = self._path(pack, part)
-        with suppress(StorageFailed, Conflict):
-            if not self._reserve(size):
-                return
+        with suppress(MstoreError):
             fs.make_directories(path.parent)
-            file = fs.NewFile(path.with_name(f".{secrets.token_hex(8)}"), private=False)
+            file = self._begun(path.parent, len(data), _check(pack, offset, data))
+            if file is None:
+                return
             try:
-                file.append(data)
-                file.append(_check(pack, offset, data))
+                file.write_at(0, data)
                 file.close()
                 fs.rename(file.path, path)
             except BaseException:
@@ -110,7 +106,7 @@ class PartCache:
         """Remove a part; return whether it was there."""
         path = self._path(pack, (offset, length))
         self._forget(pack, (offset, length))
-        with suppress(StorageFailed, Conflict, OSError):
+        with suppress(MstoreError, OSError):
             if fs.is_there(path):
                 fs.unlink(path, missing_ok=True)
                 return True
@@ -118,14 +114,8 @@ class PartCache:
 
     def missing(self, pack: PackId, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield (start, end) of what is not here of a range of a pack, as far as is known."""
-        for offset, length in sorted(self._parts(pack)):
-            if offset + length <= start or offset >= end:
-                continue
-            if offset > start:
-                yield start, offset
-            start = max(start, offset + length)
-        if start < end:
-            yield start, end
+        parts = ((offset, offset + length) for offset, length in self._parts(pack))
+        return gaps(parts, start, end)
 
     def _parts(self, pack: PackId) -> set[_Part]:
         with self._lock:
@@ -142,26 +132,25 @@ class PartCache:
 
     # -- room --------------------------------------------------------------------------------
 
-    def _reserve(self, size: int) -> bool:
-        with self._lock:
-            if self._room < size:
-                self._take_room(size)
-            if self._room < size:
-                return False
-            self._room -= size
-            return True
-
-    def _take_room(self, size: int) -> None:
-        fs.make_directories(self._directory)
+    def _begun(self, directory: Path, length: int, check: bytes) -> fs.NewFile | None:
+        """Begin the file of a part, at its full size; None if there is no room for it."""
+        size = length + len(check)
         with fs.locked(self._directory / "lock"):
-            asked = max(size, min(_RESERVED, self._limit // 16))
             path = self._directory / "size"
             used = _number(path)
-            if used is None or used + asked > self._limit:
-                used = self._make_room(int(self._limit * _LEFT) - asked)
-            if used + asked <= self._limit:
-                fs.overwrite(path, f"{used + asked:020}".encode())
-                self._room += asked
+            if used is None or used + size > self._limit:
+                used = self._make_room(int(self._limit * _LEFT) - size)
+            if used + size > self._limit:
+                return None
+            fs.overwrite(path, f"{used + size:020}".encode())
+            file = fs.NewFile(directory / f".{secrets.token_hex(8)}", private=False)
+            try:
+                # Whoever makes room counts this file before its bytes are there.
+                file.write_at(length, check)
+            except BaseException:
+                file.abandon()
+                raise
+            return file
 
     def _make_room(self, most: int) -> int:
         """Remove what was used longest ago, until no more than this is left; return what is."""
@@ -175,10 +164,25 @@ class PartCache:
         for _, size, path in sorted(found):
             if total <= most:
                 break
-            fs.unlink(path, missing_ok=True)
-            total -= size
-        self._known.clear()
+            # What cannot be removed stays, and counts.
+            with suppress(MstoreError):
+                fs.unlink(path, missing_ok=True)
+                total -= size
+        with self._lock:
+            self._known.clear()
         return total
+
+
+def gaps(parts: Iterable[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of what no part has of a range.  parts: (start, end) of each."""
+    for begin, stop in sorted(parts):
+        if stop <= start or begin >= end:
+            continue
+        if begin > start:
+            yield start, begin
+        start = max(start, stop)
+    if start < end:
+        yield start, end
 
 
 def _check(pack: PackId, offset: int, data: Buffer) -> bytes:
@@ -189,7 +193,7 @@ def _check(pack: PackId, offset: int, data: Buffer) -> bytes:
 
 
 def _number(path: Path) -> int | None:
-    with suppress(StorageFailed, Conflict, ValueError):
+    with suppress(MstoreError, ValueError):
         return int(fs.read_file(path, 21))
     return None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from threading import Lock
 from typing import Final
@@ -20,11 +20,11 @@ import msgspec
 
 from mstore.blocks.elsewhere import PartReader, Traffic
 from mstore.blocks.packs import PackGone
-from mstore.remotes.cache import PartCache
+from mstore.remotes.cache import PartCache, gaps
 from mstore.remotes.layout import pack_name
 from mstore.remotes.objects import Absent
 from mstore.remotes.state import Remote
-from mstore.terms.errors import MstoreError
+from mstore.terms.errors import MstoreError, RemoteAway, Unavailable
 from mstore.terms.ids import Buffer, PackId
 from mstore.terms.phrases import call, phrase
 
@@ -92,15 +92,29 @@ class RemoteParts(PartReader):
             objects = self._remote(name).objects
             [data] = objects.read_each(pack_name(pack), [(offset, length)])
         except Absent as error:
+            self._require_root(name)
             raise PackGone(
                 f"{name} has removed this pack since the last fetch",
                 where=f"{name}: {pack_name(pack)}",
                 hint=phrase("{fetch} says what is there now", fetch=call("fetch", name)),
             ) from error
+        except Unavailable as error:
+            what, where, hint = error.texts
+            raise RemoteAway(
+                what, where=f"{name}: {where}" if where else name, hint=hint
+            ) from error
         with self._lock:
             self.traffic.requests += 1
             self.traffic.bytes += length
         return data
+
+    def _require_root(self, name: str) -> None:
+        """Raise RemoteAway if a remote has no root: where nothing is, no pack was removed."""
+        try:
+            self._remote(name).objects.read_root()
+        except (Absent, Unavailable) as error:
+            what, where, hint = error.texts
+            raise RemoteAway(what, where=f"{name}: {where}", hint=hint) from error
 
     def _remote(self, name: str) -> Remote:
         """Return a remote, opened in this process: connections do not outlive a fork."""
@@ -121,7 +135,7 @@ class RemoteParts(PartReader):
                     self._ask(name, pack, at, min(at + _REQUEST_BYTES, end))
 
     def _ask(self, name: str, pack: PackId, start: int, end: int) -> None:
-        """Have a thread bring a range, unless it is under way or there is no room."""
+        """Have threads bring what is not under way of a range, if there is room."""
         with self._lock:
             if self._process != os.getpid():
                 # A forked child has none of its parent's threads.
@@ -129,14 +143,23 @@ class RemoteParts(PartReader):
                 self._spans.clear()
                 self._waiting.clear()
                 self._held = 0
-            if self._spans_of(pack, start, end - start) or not self._make_room(end - start):
-                return
-            span = _Span(name, pack, start, end, end - start, Future())
-            self._spans.setdefault(pack, []).append(span)
-            self._waiting.append(span)
-            self._held += end - start
-            assert self._pool is not None
+            under_way = [(one.start, one.end) for one in self._spans.get(pack, ())]
+            for begin, stop in gaps(under_way, start, end):
+                if self._make_room(stop - begin):
+                    self._start(_Span(name, pack, begin, stop, stop - begin, Future()))
+
+    def _start(self, span: _Span) -> None:
+        assert self._pool is not None
+        self._spans.setdefault(span.pack, []).append(span)
+        self._waiting.append(span)
+        self._held += span.end - span.start
+        try:
             self._pool.submit(self._bring_some)
+        except BaseException:
+            # No thread may come, and nobody may wait for one.
+            span.data.cancel()
+            self._drop(span)
+            raise
 
     def _bring_some(self) -> None:
         """Bring the range that waits longest, and those near it, in one request."""
@@ -152,7 +175,9 @@ class RemoteParts(PartReader):
                 one.data.set_exception(error)
         else:
             for one in some:
-                one.data.set_result(data[one.start - start : one.end - start])
+                part = data[one.start - start : one.end - start]
+                # A part alone would keep all that came with it in memory.
+                one.data.set_result(part if len(some) == 1 else bytes(part))
 
     def _neighbours(self) -> list[_Span]:
         """Take the first range that waits and those that are worth one request with it."""
@@ -183,7 +208,10 @@ class RemoteParts(PartReader):
         return self._held + size <= _AHEAD_BYTES
 
     def _spans_of(self, pack: PackId, offset: int, length: int) -> list[_Span]:
-        """Return what was asked for ahead and has these bytes; nothing if some are lacking."""
+        """Return what was asked for ahead and has these bytes; nothing if some are lacking.
+
+        No two of them overlap.
+        """
         found, end = [], offset + length
         for one in sorted(self._spans.get(pack, ()), key=_begin):
             if one.start <= offset < one.end:
@@ -210,7 +238,7 @@ class RemoteParts(PartReader):
         for span in spans:
             try:
                 data = memoryview(span.data.result()).cast("B")
-            except (MstoreError, CancelledError):
+            except Exception:  # noqa: BLE001 -- who reads asks again
                 with self._lock:
                     self._drop(span)
                 return None

@@ -308,6 +308,8 @@ class StoreRemote(ReadOnly):
                 for id, note in notes
                 if note_packs.get(note) in tables
             ],
+            # They are objects that a push makes; a store has rows of its own for them.
+            "statistics": [],
         }
         self._encode(state, rows)
         return state

@@ -14,6 +14,7 @@
     ├── StorageFailed         a file operation failed (carries errno)
     ├── Interrupted           run the same call again: it continues where this one ended
     └── Unavailable           something outside the store is missing (FUSE, a lock)
+        └── RemoteAway        a block is only at a remote, and that does not answer or refuses
 
 Only `Corrupt` says that the store is damaged.  All others, StorageFailed and Unavailable above all,
 say what this machine, or this process, cannot do now: no check counts them as damage, no repair and
@@ -187,6 +188,13 @@ class Interrupted(MstoreError):
 
 class Unavailable(MstoreError):
     """Something that mstore needs and does not own is missing or busy."""
+
+
+class RemoteAway(Unavailable):
+    """A block is only at a remote, and that does not answer or refuses: `where` names it.
+
+    Nothing is damaged; reads go on when the remote is back.
+    """
 
 
 _LONGEST_NAME = 500

@@ -133,6 +133,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "push": ("push", "origin", "third"),
     "fetch": ("fetch", "origin"),
     "pull": ("pull", "origin"),
+    "prefetch": ("prefetch", "base"),
+    "drop": ("drop", "base"),
     "fsck": ("fsck", "--read-data", "--repair"),
     "doctor": ("doctor",),
     "version": ("version",),
@@ -156,7 +158,7 @@ WRITING = (
     ),
     *("reset", "rename", "rm", "prune", "gc", "pin", "fsck", "reindex", "backup", "clone"),
     *("remote add", "remote rename", "remote rm", "remote gc", "push", "fetch", "pull"),
-    *("copy", "bundle create"),
+    *("copy", "bundle create", "prefetch", "drop"),
 )
 
 
@@ -204,6 +206,7 @@ class Stage:
             ("tag", "v1", "base"),
             ("remote", "add", "origin", (self.path / "remote").as_uri()),
             ("push", "origin", "base"),
+            ("fetch", "origin", "--lazy"),
         ]
         for line in lines:
             assert program.run([*store, *line]) == 0, line

@@ -45,7 +45,7 @@ _ROW_ALIGNMENT: Final = 64
 Bytes = npt.NDArray[np.uint8]
 
 Moved = Callable[[StoredBlock], Location]
-"""Returns the new location of a moved block; raises MstoreError if the block is gone."""
+"""Returns where a block is now, which may be where it was; raises Conflict if it is gone."""
 
 
 class LoadBuffers(threading.local):
@@ -278,11 +278,14 @@ class _Reader:
     def _forgets(self, run: Targets) -> bool:
         """Let go of kept copies of a run that was damaged; return whether another read may differ.
 
-        A base was read before, for other blocks, too: if that was damaged, the next run reads it
-        again.
+        A base that was damaged stays for this merge, because it was read for other blocks, too.
+        The next merge reads it again.
         """
+        for source, _ in run:
+            if source.base is not None:
+                at = source.base.at
+                self._packs.forget(at.pack, at.offset, at.stored_length)
         places = [source.at for source, _ in run]
-        places += [source.base.at for source, _ in run if source.base is not None]
         return True in [self._packs.forget(at.pack, at.offset, at.stored_length) for at in places]
 
     def _decoded(self, run: Targets, bases: Mapping[BlockId, memoryview]) -> None:
@@ -312,12 +315,15 @@ class _Reader:
         first = run[0][0].at
         try:
             self._packs.read_scattered(first.pack, first.offset, views)
-        except PackGone:
+        except PackGone as gone:
             if self._moved is None:
                 raise
             # Already charged: a moved block has the same length, and nothing was read yet.
             for (source, _), view in zip(run, views, strict=True):
                 place = self._moved(source)
+                if place == source.at:
+                    gone.block = source.id
+                    raise
                 self._packs.read_scattered(place.pack, place.offset, [view])
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.location import Location
-from mstore.blocks.packs import NO_BASE, PackGone
+from mstore.blocks.packs import NO_BASE
 from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.row_factors import RowFactors
@@ -380,21 +380,14 @@ class Tasks:
         return [named(members.base), *rows], tuple(row_of)
 
     def moved(self, source: StoredBlock) -> Location:
-        """Return the new location of a block whose pack is gone: gc may have copied it.
+        """Return where a block is now whose pack is gone: gc may have copied it.
 
-        Raises Conflict if it is no longer stored in the same form, PackGone if it never moved.
+        Raises Conflict if it is no longer stored in the same form.
         """
         try:
             (place,) = self._catalog.locate([source.id])
         except Corrupt:
             place = None
-        if place == source.at:
-            raise PackGone(
-                "a pack that the index names is missing",
-                where=f"pack {source.at.pack}",
-                hint=call("fsck"),
-                block=source.id,
-            )
         # The reader was charged for the old length and decodes by the old codec.
         if place is None or msgspec.structs.replace(
             place, pack=source.at.pack, offset=source.at.offset

@@ -1,7 +1,7 @@
-"""Sources of good copies: packs of this store or another, and checkpoints on disk.
+"""Sources of good copies: packs of this store or another, of remotes, and checkpoints on disk.
 
-A damaged source has fewer copies.  One that this machine cannot read now ends the repair: else
-rows would be dropped that its copies heal.
+A damaged source has fewer copies.  One that this machine cannot read now, or a remote that is away,
+ends the repair: else rows would be dropped that its copies heal.
 
 A source is asked for what is wanted, and returns copies whose bytes it has just hashed to the
 requested id. Nothing else of it is trusted: of another store, only the footers and payloads of its
@@ -21,6 +21,7 @@ import msgspec
 from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
+from mstore.blocks.elsewhere import RemoteBlocks
 from mstore.blocks.location import Key, Location
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs
@@ -72,6 +73,32 @@ class Copies(Protocol):
 
         The data is valid until the next copy is requested.
         """
+
+
+class RemoteCopies:
+    """Blocks that remotes have whose packs this store knows."""
+
+    def __init__(self, elsewhere: RemoteBlocks, block_size: int) -> None:
+        self._elsewhere = elsewhere
+        self._reader = BlockReader(elsewhere, block_size)
+
+    def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
+        """See `Copies`. Raises RemoteAway."""
+        blocks = sorted(id for kind, id in wanted if kind == Kind.BLOCK)
+        for id, at in zip(blocks, self._elsewhere.locate(blocks), strict=True):
+            if at is None:
+                continue
+            with suppress(Corrupt):
+                base = None if at.base == NO_BASE else BlockId(at.base)
+                plain = None if base is None else self._base(base)
+                data = self._reader.block(BlockId(id), at, plain)
+                tick(at.stored_length)
+                form = StoredForm(at.width, Codec(at.codec), base)
+                yield Copy((Kind.BLOCK, id), data, form, at.pack.hex(), at.offset)
+
+    def _base(self, block: BlockId) -> Buffer | None:
+        [at] = self._elsewhere.locate([block], alone=True)
+        return None if at is None else self._reader.block(block, at)
 
 
 class PackCopies:

@@ -38,7 +38,7 @@ from mstore.terms.errors import Corrupt, Incompatible, NotFound, Unreadable
 from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
-from mstore.upkeep.check.copies import Copies, Copy, PackCopies, StoredForm, copies_at
+from mstore.upkeep.check.copies import Copies, Copy, PackCopies, RemoteCopies, StoredForm, copies_at
 from mstore.upkeep.check.findings import Findings, typed_id
 from mstore.upkeep.check.fsck import Checker, CheckReport, Scope
 
@@ -187,7 +187,11 @@ class Repair:
                 if key in keys:
                     self._salvage(catalog, shelf, key, damage)
             own: Copies = PackCopies(lambda: PackFiles(catalog.layout.packs), catalog.block_size)
-            for source in (own, *self._sources):
+            elsewhere = catalog.index.elsewhere
+            there: list[Copies] = (
+                [] if elsewhere is None else [RemoteCopies(elsewhere, catalog.block_size)]
+            )
+            for source in (own, *self._sources, *there):
                 missing = keys - shelf.keys
                 for copy in source.copies(missing, self._tick) if missing else ():
                     shelf.put(copy, damage.rows[copy.key])
