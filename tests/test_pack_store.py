@@ -39,7 +39,7 @@ def test_packs_that_are_not_in_place_yet(tmp_path: Path) -> None:
     (tmp_path / "packs").mkdir()
     first, second = sealed(tmp_path, b"1"), sealed(tmp_path, b"2")
     PackFiles(tmp_path / "packs").put([first])
-    packs = PackFiles(tmp_path / "packs", elsewhere={second.id: second.path})
+    packs = PackFiles(tmp_path / "packs", staged={second.id: second.path})
     assert [packs.table(one.id).id for one in (first, second)] == [first.id, second.id]
     assert list(packs.listed()) == [first.id]
     packs.close()
