@@ -117,11 +117,10 @@ class RemoteParts(PartReader):
     def will_need(self, name: str, pack: PackId, offset: int, length: int) -> None:
         with suppress(MstoreError, RuntimeError):
             for start, end in self._cache.missing(pack, offset, offset + length):
-                for at in range(start, end, _REQUEST_BYTES):
-                    self._ask(name, pack, at, min(at + _REQUEST_BYTES, end))
+                self._ask(name, pack, start, end)
 
     def _ask(self, name: str, pack: PackId, start: int, end: int) -> None:
-        """Have a thread bring a range, unless it is under way or there is no room."""
+        """Have threads bring what of a range is not under way, as far as there is room."""
         with self._lock:
             if self._process != os.getpid():
                 # A forked child has none of its parent's threads.
@@ -129,14 +128,27 @@ class RemoteParts(PartReader):
                 self._spans.clear()
                 self._waiting.clear()
                 self._held = 0
-            if self._spans_of(pack, start, end - start) or not self._make_room(end - start):
-                return
-            span = _Span(name, pack, start, end, end - start, Future())
-            self._spans.setdefault(pack, []).append(span)
-            self._waiting.append(span)
-            self._held += end - start
             assert self._pool is not None
-            self._pool.submit(self._bring_some)
+            for first, last in self._not_asked(pack, start, end):
+                for at in range(first, last, _REQUEST_BYTES):
+                    stop = min(at + _REQUEST_BYTES, last)
+                    if not self._make_room(stop - at):
+                        return
+                    span = _Span(name, pack, at, stop, stop - at, Future())
+                    self._spans.setdefault(pack, []).append(span)
+                    self._waiting.append(span)
+                    self._held += stop - at
+                    self._pool.submit(self._bring_some)
+
+    def _not_asked(self, pack: PackId, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the parts of a range that no span has."""
+        found = []
+        for one in sorted(self._spans.get(pack, ()), key=_begin):
+            if one.start < end and one.end > start:
+                if one.start > start:
+                    found.append((start, one.start))
+                start = one.end
+        return [*found, (start, end)] if start < end else found
 
     def _bring_some(self) -> None:
         """Bring the range that waits longest, and those near it, in one request."""
