@@ -1,10 +1,10 @@
 """A bucket in memory that speaks as much S3 as obstore, s5cmd and restic need, for `remote.py`.
 
-    python bench/bucket_server.py PORT
+    python bench/bucket_server.py PORT [ADDRESS]
 
 It is fast: a body goes from the socket to memory, and no signature is checked. Every name exists as
 a bucket. `GET /-/requests` tells the requests since it was asked last: method, name, bytes of body
-and answer; `DELETE /-/objects` drops all objects. 127.0.0.1 only.
+and answer; `DELETE /-/objects` drops all objects. It listens on 127.0.0.1, or on ADDRESS.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, port: int) -> None:
-        super().__init__(("127.0.0.1", port), Request)
+    def __init__(self, port: int, address: str = "127.0.0.1") -> None:
+        super().__init__((address, port), Request)
         self.lock = threading.Lock()
         self.number = count(1)
         self.objects: dict[str, Stored] = {}
@@ -246,4 +246,4 @@ def _unframed(data: bytearray) -> bytearray:
 
 
 if __name__ == "__main__":
-    Server(int(sys.argv[1])).serve_forever()
+    Server(int(sys.argv[1]), *sys.argv[2:]).serve_forever()

@@ -53,10 +53,12 @@ def run(command: Sequence[str], *, env: dict[str, str] | None = None) -> Run:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    output, _ = process.communicate()
-    wall = time.perf_counter() - began
-    stop.set()
-    watcher.join()
+    try:
+        output, _ = process.communicate()
+        wall = time.perf_counter() - began
+    finally:
+        stop.set()
+        watcher.join()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command, output)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

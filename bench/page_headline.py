@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import page_lazy
 from tables import MIB, Told, table
 
 HEAD = """\
@@ -321,6 +322,33 @@ def _remote(told: dict[str, Told]) -> Iterator[Row]:
             )
 
 
+def _lazy(told: dict[str, Told]) -> Iterator[Row]:
+    found = told["lazy"]
+    peer, own = page_lazy.merge_seconds(found)
+    yield Row(
+        f"{found['family']['experts']} experts at a 10 % budget, from a lazy clone, 200 Mbit/s",
+        " and ".join(found["peer"]),
+        peer,
+        own,
+        f"{peer / own:.1f} times as soon",
+        None,
+        f"{page_lazy.LEAST_TIMES} times as soon",
+        met=peer / own >= page_lazy.LEAST_TIMES,
+    )
+    for name, times in page_lazy.load_times(found).items():
+        seconds = found["loads"][name]["wall"]["median"]
+        yield Row(
+            f"{name} of a lazy expert, 200 Mbit/s",
+            "the link",
+            seconds / times,
+            seconds,
+            f"{times:.2f} times as long",
+            None,
+            f"{page_lazy.MOST_LINK:g} times as long",
+            met=times <= page_lazy.MOST_LINK,
+        )
+
+
 MAKERS: tuple[tuple[str, Callable[[dict[str, Told]], Iterator[Row]]], ...] = (
     ("mergekit", _mergekit),
     ("limits", _dense),
@@ -332,4 +360,5 @@ MAKERS: tuple[tuple[str, Callable[[dict[str, Told]], Iterator[Row]]], ...] = (
     ("start", _start),
     ("growth", _growth),
     ("remote", _remote),
+    ("lazy", _lazy),
 )

@@ -67,13 +67,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(command: Sequence[str], port: int) -> Iterator[None]:
+def serving(command: Sequence[str], port: int, host: str = "127.0.0.1") -> Iterator[None]:
     """A server, once it answers, until the end."""
     process = subprocess.Popen(command)
     try:
         for _ in range(600):
             with socket.socket() as one:
-                if one.connect_ex(("127.0.0.1", port)) == 0:
+                if one.connect_ex((host, port)) == 0:
                     break
             if process.poll() is not None:
                 raise SystemExit(f"{command[0]} does not start")
@@ -87,8 +87,8 @@ def serving(command: Sequence[str], port: int) -> Iterator[None]:
 class Bucket:
     """The bucket in memory."""
 
-    def __init__(self, port: int) -> None:
-        self.endpoint = f"http://127.0.0.1:{port}"
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self.endpoint = f"http://{host}:{port}"
 
     def environment(self) -> dict[str, str]:
         """What clients need to use it."""

@@ -74,8 +74,8 @@ def table(draw: np.random.Generator) -> bytes:
     return header(draw.bytes(NONCE_BYTES)) + rows.tobytes()
 
 
-def simulate(url: str, scratch: Path, packs: int) -> None:
-    """Add packs, snapshots and refs that do not exist to a remote."""
+def simulate(url: str, scratch: Path, packs: int, refs: int = REFS) -> None:
+    """Add packs, snapshots and refs that do not exist to a remote; so many refs at PACKS packs."""
     draw = np.random.default_rng(1)
     remote = Remote("origin", address_objects(url), scratch)
     remote.make_directory()
@@ -101,7 +101,7 @@ def simulate(url: str, scratch: Path, packs: int) -> None:
     snapshots = [draw.bytes(ID_BYTES) for _ in range(count)]
     for number, one in enumerate(snapshots):
         changes.put("snapshots", SnapshotRow(one, names[number % len(names)], True))
-    for number, one in enumerate(snapshots[: REFS * packs // PACKS]):
+    for number, one in enumerate(snapshots[: refs * packs // PACKS]):
         changes.put("refs", RefRow(f"other/{number}", "branch", one, ()))
     remote.change(state, changes)
 

@@ -22,6 +22,7 @@ import page_growth
 import page_headline
 import page_incremental
 import page_large
+import page_lazy
 import page_limits
 import page_mergekit
 import page_methods
@@ -72,6 +73,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "refs": page_refs.section,
     "segments": page_segments.section,
     "remote": page_remote.section,
+    "lazy": page_lazy.section,
     "first": page_first.section,
     "start": page_start.section,
     "small": page_small.section,

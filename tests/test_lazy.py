@@ -14,7 +14,10 @@ from mstore import MergeRequest
 from mstore.api import Store
 from mstore.remotes.lazy import RemoteParts, Traffic
 from mstore.remotes.shared_directory import SharedDirectory
+from mstore.store.objects.tensor import Tensor
+from mstore.store.view import SnapshotView
 from mstore.terms.errors import Conflict, Corrupt, NotFound, RemoteAway
+from mstore.terms.ids import BlockId
 
 __all__ = ["place"]
 
@@ -82,6 +85,45 @@ def test_what_comes_is_what_was_pushed(family: Place, lazy: Store, name: str) ->
     if name != "virtual":
         lazy.checkout(name, lazy.path.parent / name)
         assert (lazy.path.parent / name / MODEL).read_bytes() == files(origin(family), name)[MODEL]
+
+
+@pytest.mark.parametrize("way", ["load", "stream", "checkout"])
+def test_reads_of_a_whole_model_ask_ahead(lazy: Store, way: str) -> None:
+    """Who reads a whole model asks for several blocks in one request, and for no byte twice."""
+    view, catalog = lazy.view("e1"), lazy._catalog
+    records = [view.record(name) for name in view.tensors]
+    blocks = [id for one in records if isinstance(one, Tensor) for id in one.block_ids()]
+    places = set(catalog.locate_with_bases(blocks).values())
+    if way == "load":
+        lazy["e1"].load()
+    elif way == "stream":
+        b"".join(view.stream(MODEL))
+    else:
+        lazy.checkout("e1", lazy.path.parent / "out", only=[MODEL])
+    assert 0 < traffic(lazy).requests < len(places)
+    needed = sum(at.stored_length for at in places)
+    # Gaps between ranges are a sixteenth of these at most.
+    assert needed <= traffic(lazy).bytes <= needed * 17 // 16
+
+
+def test_what_is_under_way_is_not_asked_for_again(lazy: Store) -> None:
+    """Of a range that is needed soon, only those bytes come that were not asked for."""
+    elsewhere = lazy._catalog.index.elsewhere
+    assert elsewhere is not None
+    view = lazy.view("base")
+    pack = lazy._catalog.locate([_first_block(view)])[0].pack
+    elsewhere.will_need(pack, 0, 1000)
+    first = bytes(elsewhere.read(pack, 0, 500))
+    elsewhere.will_need(pack, 500, 1000)
+    second = bytes(elsewhere.read(pack, 500, 1000))
+    assert traffic(lazy).bytes == 1500
+    shutil.rmtree(lazy.path / "cache")
+    assert bytes(elsewhere.read(pack, 0, 1500)) == first + second
+
+
+def _first_block(view: SnapshotView) -> BlockId:
+    records = [view.record(name) for name in view.tensors]
+    return next(one.block(0) for one in records if isinstance(one, Tensor) and one.nbytes)
 
 
 def test_what_came_is_kept(lazy: Store) -> None:

@@ -1,4 +1,4 @@
-"""Reading ahead of a merge: which batches the disk is asked for, and when."""
+"""Reading ahead: what the disk or a remote is asked for, and when."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
-from mstore.merge.running.compute import Computer, read_ahead
+from mstore.merge.running.compute import Computer
+from mstore.store.ahead import read_ahead
 
 
 @dataclass(frozen=True)
 class Item:
     number: int
     stored_bytes: int
+
+    def size(self) -> int:
+        return self.stored_bytes
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(0, 100))
@@ -30,7 +34,7 @@ def test_each_item_is_asked_for_once_before_it_is_yielded(lengths: list[int], mo
     items = [Item(*pair) for pair in enumerate(lengths)]
     asked: list[Item] = []
     done = 0
-    for item in read_ahead(items, asked.extend, most):
+    for item in read_ahead(items, Item.size, asked.extend, most):
         assert item == items[done]
         done += 1
         assert asked == items[: len(asked)]
@@ -51,7 +55,7 @@ def test_the_window_grows_and_is_asked_for_in_few_calls() -> None:
             taken += 1
             yield Item(number, 1)
 
-    batches = read_ahead(endless(), lambda news: calls.append(len(news)), 64)
+    batches = read_ahead(endless(), Item.size, lambda news: calls.append(len(news)), 64)
     next(batches)
     assert taken == 1
     ahead = []

@@ -1,9 +1,10 @@
-"""How many requests a push takes: what a dry run says, what the push says, what the server saw."""
+"""Requests: how many a push takes, as a dry run says, the push, and the server; reads at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import servers
@@ -11,7 +12,7 @@ from small_models import BLOCK, small_model
 
 from mstore import Store
 from mstore.remotes import bucket, outgoing
-from mstore.remotes.objects import PIECE_BYTES, requests_to_put
+from mstore.remotes.objects import PIECE_BYTES, read_several, requests_to_put
 
 
 def puts(server: servers.Server) -> Callable[[], int]:
@@ -67,3 +68,14 @@ def test_parts(size: int, moto: servers.Server, monkeypatch: pytest.MonkeyPatch)
     count = puts(moto)
     objects.put_bytes("one", bytes(size))
     assert count() == requests_to_put(size) == (1 if size <= PIECE_BYTES else 4)
+
+
+def test_reads_wait_for_their_answers_together() -> None:
+    """Of several reads, all are under way before one has its answer; answers come in order."""
+    under_way = Barrier(4)
+
+    def read(number: int) -> int:
+        under_way.wait(30)
+        return -number
+
+    assert list(read_several(range(4), read)) == [(number, -number) for number in range(4)]

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +34,10 @@ from mstore.blocks.packs import PackGone
 from mstore.blocks.reader import verify
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.store import contents
-from mstore.store.ahead import in_order
+from mstore.store.ahead import in_order, read_ahead
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import Tensor, VirtualTensor
-from mstore.store.view import SnapshotView, array_form
+from mstore.store.view import SnapshotView, array_form, will_need
 from mstore.terms.errors import BadRequest, Unavailable
 from mstore.terms.ids import BlockId, PackId, TensorId
 from mstore.terms.report import ProgressCallback, ProgressCounter
@@ -85,6 +85,16 @@ def load_one(
         return _Load(catalog, view, for_torch, None).run([name], threads)[name]
 
 
+class _Work(NamedTuple):
+    """What fills or checks a piece of a tensor, and where its blocks lie; returns its bytes."""
+
+    do: Callable[[], int]
+    places: Sequence[Location] = ()
+
+    def plain_bytes(self) -> int:
+        return sum([at.raw_length for at in self.places])
+
+
 @dataclass(slots=True)
 class _Load:
     catalog: Catalog
@@ -102,7 +112,7 @@ class _Load:
         }
         found: dict[str, Bytes] = {}
         known: dict[TensorId, Bytes] = {}
-        work: list[Callable[[], int]] = []
+        work: list[_Work] = []
         for name, record in records.items():
             id = self.view.tensors[name]
             if not self.for_torch and id in known:
@@ -110,7 +120,7 @@ class _Load:
                 continue
             if isinstance(record, VirtualTensor):
                 raw = np.empty(record.nbytes, dtype=np.uint8)
-                work.append(partial(self._compute, name, raw))
+                work.append(_Work(partial(self._compute, name, raw)))
             else:
                 raw, more = self._planned(record)
                 work += more
@@ -118,14 +128,21 @@ class _Load:
         self._do(work, sum(record.nbytes for record in records.values()), threads)
         return {name: self._shaped(raw, *forms[name]) for name, raw in found.items()}
 
-    def _do(self, work: Sequence[Callable[[], int]], total: int, threads: int) -> None:
+    def _do(self, work: Sequence[_Work], total: int, threads: int) -> None:
         tick = ProgressCounter("load", total, self.progress)
         others = min(threads, len(work)) - 1
         with ThreadPoolExecutor(max(1, others), "load") as pool:
             # What no other thread begins is done by this one.
-            submit = pool.submit if others > 0 else lambda do: Future()
-            for _, length in in_order(submit, work, ahead=4 * threads, helping=lambda do: do()):
+            for _, length in in_order(
+                lambda one: pool.submit(one.do) if others > 0 else Future(),
+                read_ahead(work, _Work.plain_bytes, self._will_need),
+                ahead=2 * threads,
+                helping=lambda one: one.do(),
+            ):
                 tick(length)
+
+    def _will_need(self, work: Sequence[_Work]) -> None:
+        will_need(self.catalog, [place for one in work for place in one.places])
 
     def _shaped(self, raw: Bytes, dtype: np.dtype[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
         array: npt.NDArray[Any] = raw.view(dtype).reshape(shape)
@@ -134,7 +151,7 @@ class _Load:
 
     # -- stored tensors ------------------------------------------------------------------------
 
-    def _planned(self, record: Tensor) -> tuple[Bytes, list[Callable[[], int]]]:
+    def _planned(self, record: Tensor) -> tuple[Bytes, list[_Work]]:
         """Return a tensor's bytes, and what fills or checks them."""
         blocks = list(record.block_ids())
         places = self.catalog.locate(blocks)
@@ -143,15 +160,12 @@ class _Load:
         if raw is None:
             raw = np.empty(record.nbytes, dtype=np.uint8)
         step = max(1, _PIECE_BYTES // self.catalog.block_size)
-        return raw, [
-            partial(
-                self._check if is_mapped else self._fill,
-                blocks[first : first + step],
-                places[first : first + step],
-                raw[first * self.catalog.block_size : (first + step) * self.catalog.block_size],
-            )
-            for first in range(0, len(blocks), step)
-        ]
+        do, size, work = self._check if is_mapped else self._fill, self.catalog.block_size, []
+        for first in range(0, len(blocks), step):
+            some = places[first : first + step]
+            piece = raw[first * size : (first + step) * size]
+            work.append(_Work(partial(do, blocks[first : first + step], some, piece), some))
+        return raw, work
 
     def _mapped(
         self, record: Tensor, blocks: Sequence[BlockId], places: Sequence[Location]

@@ -64,12 +64,12 @@ class PartReader(ABC):
 class KnownPlaces:
     """Where a remote's packs have blocks and records, as their tables say. For one thread.
 
-    there: the packs that count; None: all whose tables are known.
+    there: the packs that count.
     """
 
-    def __init__(self, segments: Segments, there: Collection[bytes] | None = None) -> None:
+    def __init__(self, segments: Segments, there: Collection[bytes]) -> None:
         self._segments = segments
-        self._there: Collection[bytes] = set(segments.packs()) if there is None else there
+        self._there = there
 
     def locate(self, kind: Kind, ids: Sequence[bytes]) -> list[Location | None]:
         """Return where the remote has each of these, readable; None for what it does not have.
@@ -135,8 +135,8 @@ class _Remote:
         seen = status.st_mtime_ns, status.st_ino, status.st_size
         if seen != self._seen:
             segments = Segments(self._directory)
-            self._places = KnownPlaces(segments)
             self.packs, self._seen = frozenset(segments.packs()), seen
+            self._places = KnownPlaces(segments, self.packs)
         return self._places
 
 

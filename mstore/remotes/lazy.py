@@ -131,8 +131,7 @@ class RemoteParts(PartReader):
     def will_need(self, name: str, pack: PackId, offset: int, length: int) -> None:
         with suppress(MstoreError, RuntimeError):
             for start, end in self._cache.missing(pack, offset, offset + length):
-                for at in range(start, end, _REQUEST_BYTES):
-                    self._ask(name, pack, at, min(at + _REQUEST_BYTES, end))
+                self._ask(name, pack, start, end)
 
     def _ask(self, name: str, pack: PackId, start: int, end: int) -> None:
         """Have threads bring what is not under way of a range, if there is room."""
@@ -145,8 +144,11 @@ class RemoteParts(PartReader):
                 self._held = 0
             under_way = [(one.start, one.end) for one in self._spans.get(pack, ())]
             for begin, stop in gaps(under_way, start, end):
-                if self._make_room(stop - begin):
-                    self._start(_Span(name, pack, begin, stop, stop - begin, Future()))
+                for at in range(begin, stop, _REQUEST_BYTES):
+                    last = min(at + _REQUEST_BYTES, stop)
+                    if not self._make_room(last - at):
+                        return
+                    self._start(_Span(name, pack, at, last, last - at, Future()))
 
     def _start(self, span: _Span) -> None:
         assert self._pool is not None

@@ -11,11 +11,14 @@ their parts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NoReturn
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Final, NoReturn, TypeVar
 
 import msgspec
 
+from mstore.store.ahead import in_order
 from mstore.terms.errors import Conflict, Corrupt, Incompatible, NotFound
 from mstore.terms.ids import Buffer
 from mstore.terms.phrases import Text, call, phrase
@@ -29,6 +32,10 @@ PROBE_PUTS: Final = 4
 """How often `probe` puts something."""
 MOST_JOBS: Final = 16
 """Parts that are sent at once, at most: with `PIECE_BYTES` each, 128 MiB."""
+_READS: Final = 8
+"""Requests at once."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Absent(NotFound):
@@ -159,6 +166,23 @@ class ReadOnly(Objects):
 
     def remove(self, name: str) -> NoReturn:
         self.require_writable()
+
+
+def read_several(
+    items: Sequence[Item], read: Callable[[Item], Result]
+) -> Generator[tuple[Item, Result]]:
+    """Yield each item, in order, with what `read` returns of it, which asks a remote.
+
+    Several are asked for at once: each waits as long as a round trip takes. Raises as `read`.
+    """
+    if len(items) < 2:
+        yield from ((item, read(item)) for item in items)
+        return
+    with (
+        ThreadPoolExecutor(min(_READS, len(items)), "read") as pool,
+        closing(in_order(lambda item: pool.submit(read, item), items, ahead=_READS)) as done,
+    ):
+        yield from done
 
 
 def requests_to_put(size: int) -> int:

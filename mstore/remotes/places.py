@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Final
 
@@ -15,16 +14,15 @@ from mstore.blocks.packs import NO_BASE, Kind, PackEntry, table_entries
 from mstore.blocks.reader import RECORD_LIMIT, located
 from mstore.blocks.segments import Segments
 from mstore.remotes.layout import PackRow
+from mstore.remotes.objects import read_several
 from mstore.remotes.state import Remote, RemoteState
-from mstore.store.ahead import in_groups, in_order
+from mstore.store.ahead import in_groups
 from mstore.store.layout import tables_of
 from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import Buffer, PackId
 
 _MOST_READ: Final = 4 << 20
 """Bytes of tables that one request, or one for each of neighbours, brings."""
-_READS: Final = 8
-"""Requests at once."""
 _KEPT: Final = 48 << 20
 """Bytes of tables that are held in memory until they become rows of segments."""
 _CODECS: Final = frozenset(Codec)
@@ -69,17 +67,12 @@ class RemotePlaces(KnownPlaces):
                 sorted(some, key=lambda row: row.offset), lambda row: row.length, _MOST_READ
             )
         ]
-        if not groups:
-            return
 
         def read(few: Sequence[PackRow]) -> list[Buffer]:
             spans = [(row.offset, row.length) for row in few]
             return self._remote.objects.read_each(few[0].table_name, spans)
 
-        with (
-            ThreadPoolExecutor(min(_READS, len(groups)), "tables") as pool,
-            closing(in_order(lambda few: pool.submit(read, few), groups, ahead=_READS)) as done,
-        ):
+        with closing(read_several(groups, read)) as done:
             for few, found in done:
                 yield from zip(few, found, strict=True)
 

@@ -16,7 +16,7 @@ from mstore.blocks.location import Key, Location
 from mstore.blocks.packs import NO_BASE, Kind
 from mstore.remotes.layout import pack_name
 from mstore.remotes.needs import LocalRecords, Needs, R
-from mstore.remotes.objects import PIECE_BYTES
+from mstore.remotes.objects import PIECE_BYTES, read_several
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.state import Remote, RemoteState
 from mstore.store.catalog import Catalog
@@ -115,11 +115,15 @@ class RemoteRecords:
                 by_pack[at.pack].append(((kind.kind, id), at))
             elif not may_lack:
                 raise lacks(self._remote, kind.kind, id)
-        for pack, entries in by_pack.items():
-            joined = list(spans(entries))
-            asked = [(one.start, one.end - one.start) for one in joined]
-            data = self._remote.objects.read_each(pack_name(pack), asked)
-            for span, part in zip(joined, data, strict=True):
+        joined = [(pack, list(spans(entries))) for pack, entries in by_pack.items()]
+
+        def read(one: tuple[PackId, list[PackSpan]]) -> list[Buffer]:
+            pack, some = one
+            asked = [(span.start, span.end - span.start) for span in some]
+            return self._remote.objects.read_each(pack_name(pack), asked)
+
+        for (pack, some), data in read_several(joined, read):
+            for span, part in zip(some, data, strict=True):
                 self.received += len(part)
                 for (_, id), at in span.entries:
                     start = at.offset - span.start

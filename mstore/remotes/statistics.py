@@ -24,12 +24,12 @@ from mstore.merge.planning.statistics import Side
 from mstore.merge.planning.usual import find_usual
 from mstore.models.stats.store import StatsRow, StatsStore
 from mstore.remotes.layout import MOST_STATISTICS_BYTES, StatisticsId, StatisticsRow
-from mstore.remotes.objects import Absent
+from mstore.remotes.objects import Absent, read_several
 from mstore.remotes.state import Remote, RemoteState
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import Corrupt, NotFound, StorageFailed
-from mstore.terms.ids import ID_BYTES, SnapshotId, TensorId
+from mstore.terms.ids import ID_BYTES, Buffer, SnapshotId, TensorId
 from mstore.terms.report import ProgressCallback, ProgressCounter
 
 _HEAD: Final = "mstore statistics/1"
@@ -150,17 +150,23 @@ class IncomingStatistics:
         rows, known = state.rows("statistics"), _known(self._remote)
         named = {row.statistics: row for id in snapshots if (row := rows.get(id)) is not None}
         new = [row for id, row in named.items() if id not in known]
-        for row in new:
-            # A gc may have removed it: then nothing needs it, and weights can be measured again.
-            with suppress(Absent):
-                [data] = self._remote.objects.read_each(row.name, [(0, row.size)])
-                self.received += row.size
-                where = f"{self._remote.where}/{row.name}"
-                try:
-                    self._statistics.take(decode(row, bytes(data), where))
-                except Corrupt as error:
-                    raise Corrupt(error.what, where=where) from error
+        for row, data in read_several(new, self._read):
+            if data is None:
+                continue
+            self.received += row.size
+            where = f"{self._remote.where}/{row.name}"
+            try:
+                self._statistics.take(decode(row, bytes(data), where))
+            except Corrupt as error:
+                raise Corrupt(error.what, where=where) from error
         know(self._remote, state, new)
+
+    def _read(self, row: StatisticsRow) -> Buffer | None:
+        # A gc may have removed it: then nothing needs it, and weights can be measured again.
+        with suppress(Absent):
+            [data] = self._remote.objects.read_each(row.name, [(0, row.size)])
+            return data
+        return None
 
 
 def know(remote: Remote, state: RemoteState, rows: Sequence[StatisticsRow]) -> None:

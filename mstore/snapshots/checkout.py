@@ -37,12 +37,12 @@ from mstore.blocks.packs import PAGE, PackGone
 from mstore.blocks.reader import FSCK, ThreadBuffer
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.store import contents
-from mstore.store.ahead import in_order
+from mstore.store.ahead import in_order, read_ahead
 from mstore.store.block_cache import BlockCache, Computing, Extent
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input
 from mstore.store.objects.shapes import matching, unmatched
-from mstore.store.view import SnapshotView
+from mstore.store.view import SnapshotView, will_read
 from mstore.terms.errors import BadRequest, Corrupt, Incompatible, NotFound, StorageFailed
 from mstore.terms.ids import BlockId, SnapshotId
 from mstore.terms.phrases import Option, Text, call, phrase
@@ -245,15 +245,28 @@ class _Checkout:
             yield partial(self._release, file)
 
     def _jobs_of(self, file: _WrittenFile, path: str, size: int) -> Iterator[Callable[[], int]]:
-        for offset, piece in self._pieces(0, self._view.extents(path, 0, size)):
-            yield partial(self._write, file, offset, piece)
+        yield from self._writes(file, 0, self._view.extents(path, 0, size))
+
+    def _writes(
+        self, file: _WrittenFile, offset: int, extents: Iterator[Extent]
+    ) -> Iterator[Callable[[], int]]:
+        def length(piece: tuple[int, list[Extent]]) -> int:
+            return sum(extent.length for extent in piece[1])
+
+        def prefetch(news: Sequence[tuple[int, list[Extent]]]) -> None:
+            will_read(self._catalog, [extent for _, piece in news for extent in piece])
+
+        for at, piece in read_ahead(self._pieces(offset, extents), length, prefetch):
+            yield partial(self._write, file, at, piece)
 
     def _sharing(self, file: _WrittenFile, path: str) -> Iterator[Callable[[], int]]:
         """Share what can be shared; yield what checks it, and what writes the rest."""
         for one in self._reflinks.pieces(self._view, path):
-            job = self._check if self._reflinks.share(file.file, one) else self._write
+            if not self._reflinks.share(file.file, one):
+                yield from self._writes(file, one.offset, iter(one.extents))
+                continue
             for offset, piece in self._pieces(one.offset, iter(one.extents)):
-                yield partial(job, file, offset, piece)
+                yield partial(self._check, file, offset, piece)
 
     def _pieces(self, offset: int, extents: Iterator[Extent]) -> Iterator[tuple[int, list[Extent]]]:
         """Yield (offset in the file, extents) of each piece."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Final, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -64,6 +64,57 @@ def in_groups(
         size += length(item)
     if group:
         yield group
+
+
+READ_AHEAD: Final = 16 << 20
+"""Most bytes that are asked for ahead: disks and remotes are faster with many requests at a time.
+
+The page cache of the kernel holds them, or what reads a remote.
+"""
+
+
+def read_ahead(
+    items: Iterable[Item],
+    length: Callable[[Item], int],
+    prefetch: Callable[[Sequence[Item]], None],
+    most: int = READ_AHEAD,
+) -> Iterator[Item]:
+    """Yield the items in order, each after `prefetch` was called with it, once.
+
+    length: bytes that an item reads.
+    prefetch: gets several items in one call, so that it can ask for neighbours at rest together.
+    most: bytes of the items that were asked for and not yielded, except for one item.
+
+    The first item does not wait for the others: what is asked for ahead doubles with each item.
+    """
+    source = iter(items)
+    waiting: deque[tuple[Item, int]] = deque()
+    held, window = 0, 0
+    while True:
+        # Only when half is used, so that a call asks for much.
+        news = list(_worth(window - held, source, length)) if 2 * held <= window else []
+        if news:
+            prefetch([item for item, _ in news])
+            waiting += news
+            held += sum([size for _, size in news])
+        if not waiting:
+            return
+        item, size = waiting.popleft()
+        held -= size
+        window = min(most, 2 * window + size)
+        yield item
+
+
+def _worth(
+    wanted: int, items: Iterator[Item], length: Callable[[Item], int]
+) -> Iterator[tuple[Item, int]]:
+    """Take items until they have this many bytes: at least one, if there is any."""
+    for item in items:
+        size = length(item)
+        yield item, size
+        wanted -= size
+        if wanted <= 0:
+            return
 
 
 def _first(

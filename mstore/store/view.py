@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE
 from mstore.checkpoint.header import parse_header
 from mstore.store import contents
+from mstore.store.ahead import read_ahead
 from mstore.store.block_cache import (
     BlockCache,
     Extent,
@@ -80,12 +82,12 @@ def _extents(
 def _whole_blocks(
     catalog: Catalog, cache: BlockCache, extents: Iterator[Extent]
 ) -> Iterator[Buffer]:
-    """Yield the bytes of whole-block extents; starts virtual blocks a few ahead."""
+    """Yield the bytes of whole-block extents; reads ahead, starts virtual blocks a few ahead."""
     ahead = 0
     waiting: deque[tuple[Extent, VirtualGroup | None]] = deque()
     last: VirtualGroup | None = None
     try:
-        for extent in extents:
+        for extent in read_ahead(extents, lambda one: one.length, partial(will_read, catalog)):
             group = None
             if isinstance(extent.block, VirtualBlock):
                 if last is None or not last.holds(extent.block):
@@ -101,6 +103,22 @@ def _whole_blocks(
         for _, group in waiting:
             if group is not None:
                 group.blocks.cancel()
+
+
+def will_need(catalog: Catalog, places: Sequence[Location]) -> None:
+    """Have payloads, and what they are differences to, read ahead; a hint, never an error."""
+    # What is missing is an error for whoever reads it, not for who reads what comes before.
+    with suppress(MstoreError):
+        bases = dict.fromkeys(BlockId(one.base) for one in places if one.base != NO_BASE)
+        for pack, start, length in _runs([*places, *catalog.locate(bases)]):
+            catalog.packs.will_need(pack, start, length)
+
+
+def will_read(catalog: Catalog, extents: Sequence[Extent]) -> None:
+    """Have the stored blocks of these pieces read ahead, as `will_need`."""
+    with suppress(MstoreError):
+        stored = [one.block for one in extents if isinstance(one.block, BlockId)]
+        will_need(catalog, catalog.locate(stored))
 
 
 def _whole(catalog: Catalog, extent: Extent, group: VirtualGroup | None) -> Buffer:
@@ -293,9 +311,7 @@ class SnapshotView:
             if isinstance(one.block, VirtualBlock):
                 self._cache.begin(one.block)
         places = self._catalog.locate(stored)
-        bases = [BlockId(one.base) for one in places if one.base != NO_BASE]
-        for pack, start, length in _runs([*places, *self._catalog.locate(bases)]):
-            self._catalog.packs.will_need(pack, start, length)
+        will_need(self._catalog, places)
         self._cache.prepare(zip(stored, places, strict=True))
 
     def tensor_files(self) -> list[str]:

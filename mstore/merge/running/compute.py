@@ -12,8 +12,7 @@ and receipts of interrupted merges keep the counts of their chunk, so they are k
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Final
@@ -45,7 +44,7 @@ from mstore.merge.running.slices import (
 )
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
 from mstore.numeric.codes import INFINITIES, ITEMSIZES
-from mstore.store.ahead import in_order
+from mstore.store.ahead import in_order, read_ahead
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.tensor import partition
@@ -354,7 +353,7 @@ def computed(computer: Computer, bounds: Bounds, slices: Iterable[Slice]) -> Gen
     with ThreadPoolExecutor(bounds.threads - helps, "merge") as pool:
         working = in_order(
             lambda batch: pool.submit(computer.batch, batch),
-            read_ahead(found, computer.prefetch),
+            read_ahead(found, lambda batch: batch.stored_bytes, computer.prefetch),
             ahead=bounds.ahead,
             stopping=_give_up,
             helping=computer.batch if helps else None,
@@ -368,48 +367,3 @@ def computed(computer: Computer, bounds: Bounds, slices: Iterable[Slice]) -> Gen
 def _give_up(batches: Sequence[Batch]) -> None:
     for batch in batches:
         batch.fail(wholly=True)
-
-
-READ_AHEAD: Final = 16 << 20
-"""Most bytes at rest that are asked for ahead: disks are faster with many requests at a time.
-
-The page cache of the kernel holds them, not this process.
-"""
-
-
-def read_ahead(
-    batches: Iterable[Batch], prefetch: Callable[[Sequence[Batch]], None], most: int = READ_AHEAD
-) -> Iterator[Batch]:
-    """Yield the batches in order, each after `prefetch` was called with it, once.
-
-    prefetch: gets several batches in one call, so that it can ask for neighbours at rest together.
-    most: bytes at rest of the batches that were asked for and not yielded, except for one batch.
-
-    The first batch does not wait for the others: what is asked for ahead doubles with each batch.
-    """
-    source = iter(batches)
-    waiting: deque[tuple[Batch, int]] = deque()
-    held, window = 0, 0
-    while True:
-        # Only when half is used, so that a call asks for much.
-        news = list(_worth(window - held, source)) if 2 * held <= window else []
-        if news:
-            prefetch([batch for batch, _ in news])
-            waiting += news
-            held += sum([length for _, length in news])
-        if not waiting:
-            return
-        batch, length = waiting.popleft()
-        held -= length
-        window = min(most, 2 * window + length)
-        yield batch
-
-
-def _worth(wanted: int, batches: Iterator[Batch]) -> Iterator[tuple[Batch, int]]:
-    """Take batches until they have this many bytes at rest: at least one, if there is any."""
-    for batch in batches:
-        length = batch.stored_bytes
-        yield batch, length
-        wanted -= length
-        if wanted <= 0:
-            return
