@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 
 import lazy_scenes
 import pytest
+import servers
 from exchanges import Place, files, merged, place, sound
-from fault_proxy import BUCKET, Asked, Fault, moto
+from fault_proxy import BUCKET, Asked, Fault
 from lazy_scenes import COMMANDS, Family, Laid, program
 from proof_models import model_files
 from remote_scenes import reached, settings
@@ -35,8 +36,9 @@ PARTS = 4
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
     """A server with a family, and lazy stores of it."""
-    with moto() as server:
-        yield lazy_scenes.family(server, tmp_path_factory.mktemp("lazy-faults"))
+    scratch = tmp_path_factory.mktemp("lazy-faults")
+    with servers.moto(scratch, least_part=1024) as moto:
+        yield lazy_scenes.family(moto.endpoint, scratch)
 
 
 _counted: dict[str, int] = {}

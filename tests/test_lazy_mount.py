@@ -12,9 +12,10 @@ from pathlib import Path
 import http_server
 import lazy_scenes
 import pytest
+import servers
 from cli_runs import run_once
 from exchanges import files
-from fault_proxy import Asked, Fault, moto
+from fault_proxy import Asked, Fault
 from lazy_scenes import Family, Laid
 from mount_drivers import Driver, Served, drop_pages, end, on_disk, served, within
 from mount_drivers import why_not as no_mount
@@ -37,8 +38,9 @@ needs_fuse = pytest.mark.skipif(no_mount() is not None, reason=str(no_mount()))
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
     """A server with a family, and lazy stores of it."""
-    with moto() as server:
-        yield lazy_scenes.family(server, tmp_path_factory.mktemp("lazy-mount"))
+    scratch = tmp_path_factory.mktemp("lazy-mount")
+    with servers.moto(scratch, least_part=1024) as moto:
+        yield lazy_scenes.family(moto.endpoint, scratch)
 
 
 @pytest.fixture
