@@ -9,7 +9,7 @@ import pytest
 from mstore.blocks.packs import Kind
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import Tensor
-from mstore.store.payloads import RecordCache
+from mstore.store.remembered import RecordCache
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt, NotFound
 from mstore.terms.ids import TensorId

@@ -28,7 +28,7 @@ MODULES = {
     "mstore.store.objects": "canonical manifest note plan snapshot tensor",
     "mstore.store": (
         "catalog config contents generation layout leaning leases listing mirror models not_finite "
-        "objects pack_list payloads refs sealed_text"
+        "objects pack_list payloads refs remembered sealed_text"
     ),
     "mstore_cli": (
         "command commands completion errors graph main options output session signers sizes "

@@ -458,7 +458,7 @@ CODED_AS = (
 def test_directory(made: Made, indexed: IndependentStore) -> None:
     """The directory has the entries of the page (no remote is known), and tmp/ is empty."""
     listed = set(re.findall(r"^ {6}([a-z]+)(?=[ /])", PAGE, re.MULTILINE))
-    assert {path.name for path in made.path.iterdir()} == listed - {"remotes"}
+    assert {path.name for path in made.path.iterdir()} == listed - {"remotes", "cache"}
     assert list((made.path / "tmp").iterdir()) == []
     assert (made.path / "lock").read_bytes() == b""
     line = f"mstore 3 {indexed.uuid} {BLOCK_SIZE}\n"

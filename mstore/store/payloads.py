@@ -1,21 +1,17 @@
 """Payloads: the blocks and records of an open store, looked up and read with their ids checked.
 
-Owns the open packs' reader, and what an open store remembers: decoded records, the most recently
-used in a bounded number of bytes, because every pass decodes one that does not fit again; and what
-blocks cost at rest, for one state of the index, because planning asks three times what the same
-blocks cost. Safe for any number of threads. Readers never wait for writers: a lookup is one short
-index transaction, and packs do not change.
+Owns the open packs' reader; what an open store remembers is `store.remembered`. Safe for any number
+of threads. Readers never wait for writers: a lookup is one short index transaction, and packs do
+not change.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
-from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index
@@ -37,9 +33,9 @@ from mstore.store.objects.canonical import Record, decode
 from mstore.store.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
+from mstore.store.remembered import Key, RecordCache, StoredLengths
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, StorageFailed
 from mstore.terms.ids import (
-    ID_BYTES,
     BlockId,
     Buffer,
     Id,
@@ -57,123 +53,6 @@ if TYPE_CHECKING:
     from mstore.blocks.elsewhere import PartReader, RemoteBlocks
 
     Lengths = np.ndarray[Any, np.dtype[np.int64]]
-
-
-CACHE_BYTES: Final = 64 << 20
-"""About five checkpoints of 20,000 small tensors, or five of 500 GB."""
-
-_OF_RECORD: Final = 512
-"""Memory that a record takes beside its bytes: objects, a key, a table entry."""
-
-_OF_LIST: Final = 6
-"""Memory for a byte of a record that is a list of objects, and of what it looks them up by."""
-
-Key = bytes
-"""The kind (one byte), then the id."""
-
-
-class RecordCache:
-    """Records by kind and id, at most about `limit` bytes; a single larger record is kept alone."""
-
-    def __init__(self, limit: int = CACHE_BYTES) -> None:
-        self._limit = limit
-        self._lock = Lock()
-        self._size = 0
-        self._kept: OrderedDict[Key, tuple[Record, int]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def get(self, key: Key) -> Record | None:
-        """Return a cached record, or None."""
-        return self.get_many([key]).get(key)
-
-    def get_many(self, keys: Iterable[Key]) -> dict[Key, Record]:
-        """Return those of these records that are cached."""
-        found = {}
-        with self._lock:
-            for key in keys:
-                kept = self._kept.get(key)
-                if kept is not None:
-                    self._kept.move_to_end(key)
-                    found[key] = kept[0]
-        return found
-
-    def put(self, records: Iterable[tuple[Key, Record, int]]) -> None:
-        """Cache records, each with the length in bytes that it was decoded from."""
-        with self._lock:
-            for key, record, length in records:
-                size = _OF_RECORD + length * (1 if record.kind == Kind.TENSOR else _OF_LIST)
-                replaced = self._kept.pop(key, None)
-                self._size += size - (0 if replaced is None else replaced[1])
-                self._kept[key] = record, size
-            while self._size > self._limit and len(self._kept) > 1:
-                _, (_, size) = self._kept.popitem(last=False)
-                self._size -= size
-
-
-MOST: Final = 1 << 21
-"""The most blocks whose lengths are kept: 16 MiB."""
-
-
-class StoredLengths:
-    """What is known of one store's blocks.  look_up: `Catalog.stored_lengths`."""
-
-    def __init__(self, index: Index, look_up: Callable[[Sequence[bytes]], Lengths]) -> None:
-        self._index = index
-        self._look_up = look_up
-        self._lock = Lock()
-        self._state: tuple[int, int] | None = None
-        self._known: dict[bytes, Lengths] = {}
-        self._count = 0
-
-    def of(self, lists: Sequence[bytes]) -> list[Lengths]:
-        """Return the lengths of each block list's blocks: int64[blocks], not to be written to."""
-        state = self.state()
-        with self._lock:
-            self._follow(state)
-            known = {blocks: self._known[blocks] for blocks in lists if blocks in self._known}
-        missing = [blocks for blocks in dict.fromkeys(lists) if blocks not in known]
-        if missing:
-            news = dict(zip(missing, self._found(missing), strict=True))
-            known |= news
-            count = sum(map(len, news.values()))
-            # What a commit may have changed meanwhile is used, and not kept.
-            if self.state() == state:
-                with self._lock:
-                    if self._state == state and self._count + count <= MOST:
-                        self._known |= news
-                        self._count += count
-        return [known[blocks] for blocks in lists]
-
-    def outlive(self, number: int) -> None:
-        """Keep what is known after the caller's own transaction, which changed no length.
-
-        number: of that transaction, which is committed and wrote something.
-        """
-        with self._lock:
-            if self._state is not None and self._state[1] == number - 1:
-                self._state = self._state[0], number
-
-    def _follow(self, state: tuple[int, int]) -> None:
-        if state != self._state:
-            self._state, self._known, self._count = state, {}, 0
-
-    def state(self) -> tuple[int, int]:
-        """Return what changes with every commit to the index."""
-        env = self._index.env
-        with env.read() as transaction:
-            return env.times_replaced, transaction.id()
-
-    def _found(self, lists: Sequence[bytes]) -> list[Lengths]:
-        import numpy as np  # late: most commands open a store and never need it
-
-        raw = b"".join(lists)
-        ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
-        lengths = self._look_up(ids)
-        lengths.flags.writeable = False
-        ends = np.cumsum([len(one) // ID_BYTES for one in lists])
-        return np.split(lengths, ends[:-1])
 
 
 R = TypeVar("R", bound=Record)
