@@ -36,7 +36,7 @@ def prefetch(
     jobs: Jobs = JOBS,
     limit_rate: LimitRate = None,
 ) -> None:
-    """Bring blocks that are only at a lazy remote, to read them without it.
+    """Bring what is only at a lazy remote, to stay here.
 
     They come into packs of this store and stay, until `mstore drop`. What something reads without a
     prefetch comes too, and is kept in a cache of limited size.
