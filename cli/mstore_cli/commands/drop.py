@@ -21,7 +21,7 @@ def drop(
     revision: Revision,
     dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be dropped.")] = False,
 ) -> None:
-    """Forget local copies of blocks that a lazy remote has, to make room.
+    """Forget local copies of what a lazy remote has.
 
     The snapshot stays, and reads go to the remote again. Blocks stay that another snapshot needs
     which the remote does not have, or a difference that stays. `mstore gc` then frees the space.
