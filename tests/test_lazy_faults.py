@@ -79,7 +79,7 @@ def test_without_faults(family: Family, command: str) -> None:
     laid.close()
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(44)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("fault", Fault)
 @pytest.mark.parametrize("command", COMMANDS)
@@ -102,7 +102,7 @@ def test_a_fault_of_any_request(
         laid.close()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("fault", LASTING)
 @pytest.mark.parametrize("command", COMMANDS)
@@ -147,7 +147,7 @@ def kill_at(laid: Laid, number: int) -> bool:
     return process.returncode == -9
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("command", ["prefetch", "merge", "read", "drop"])
 def test_killed_at_any_request(family: Family, command: str, part: int) -> None:
@@ -234,7 +234,7 @@ def test_a_merge_whose_pack_was_collected(place: Place) -> None:
     sound(other)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("command", ["merge", "read", "load", "checkout", "prefetch"])
 def test_damage_on_the_way_does_not_stay(

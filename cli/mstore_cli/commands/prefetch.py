@@ -36,10 +36,10 @@ def prefetch(
     jobs: Jobs = JOBS,
     limit_rate: LimitRate = None,
 ) -> None:
-    """Bring what is only at a lazy remote, to stay here.
+    """Bring blocks that are only at a lazy remote.
 
-    They come into packs of this store and stay, until `mstore drop`. What something reads without a
-    prefetch comes too, and is kept in a cache of limited size.
+    Then they are read without it. They come into packs of this store and stay, until `mstore drop`.
+    What something reads without a prefetch comes too, and is kept in a cache of limited size.
     """
     with session.open() as store, session.progress() as tick, resumable():
         report = store.prefetch(
