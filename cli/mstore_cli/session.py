@@ -250,7 +250,8 @@ def own_endpoints() -> list[str]:
     for name, value in named.items():
         if value and not value.startswith(("http://", "https://")):
             # What speaks to the server would only say that it cannot.
-            raise UsageError(f"{name} is no address: {value}", hint=f"{name}=https://{value}")
+            hint = None if "://" in value else f"{name}=https://{value}"
+            raise UsageError(f"the variable {name} is no address: {value}", hint=hint)
     return [*user_config.read()["endpoints"], *filter(user_config.is_endpoint, named.values())]
 
 

@@ -107,7 +107,10 @@ class _Coming:
 
 
 class Arrival:
-    """What is downloaded for one transaction: packs, and parts of packs."""
+    """What is downloaded for one transaction: packs, and parts of packs.
+
+    whole: the share of a pack that must be needed for it to come whole.
+    """
 
     def __init__(
         self,
@@ -121,7 +124,9 @@ class Arrival:
         *,
         jobs: int,
         progress: ProgressCallback | None,
+        whole: float = _WHOLE,
     ) -> None:
+        self._whole = whole
         self.blocks = 0
         self.received = 0
         self._incoming = incoming
@@ -152,7 +157,7 @@ class Arrival:
         whole: list[PackId] = []
         ranged: list[PackId] = []
         for pack, entries in by_pack.items():
-            is_much = sum(at.stored_length for _, at in entries) >= _WHOLE * rows[pack].size
+            is_much = sum(at.stored_length for _, at in entries) >= self._whole * rows[pack].size
             (whole if is_much and pack not in here else ranged).append(pack)
         total = sum(rows[pack].size for pack in whole) + sum(
             at.stored_length for pack in ranged for _, at in by_pack[pack]

@@ -27,13 +27,17 @@ from mstore.store.leaning import not_here
 from mstore.store.objects.shapes import matching, require_matches
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
-from mstore.terms.errors import Conflict
+from mstore.terms.errors import Conflict, Corrupt
 from mstore.terms.ids import BlockId, PackId, SnapshotId
-from mstore.terms.phrases import call
+from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, Report
 
 Opens = Callable[[str], AbstractContextManager[Remote]]
 """Opens a remote by its name."""
+
+
+_WHOLE = 0.95
+"""A pack of which this share is needed is downloaded whole."""
 
 
 class PrefetchReport(Report, frozen=True):
@@ -111,10 +115,22 @@ def _by_remote(
     blocks = [BlockId(block) for block in wanted]
     lacking = not_here(catalog, blocks)
     found: dict[str, list[bytes]] = defaultdict(list)
+    lost = 0
     for block, at in zip(lacking, elsewhere.locate(lacking), strict=True):
         name = None if at is None else elsewhere.name_of(at.pack)
-        if name is not None:
+        if name is None:
+            lost += 1
+        else:
             found[name].append(bytes(block))
+    if lost:
+        raise Corrupt(
+            f"{lost} blocks are neither here nor at a lazy remote: somebody removed there what "
+            "needed them",
+            hint=phrase(
+                "{fetch} says what is there now; who has them pushes them again",
+                fetch=call("fetch", next(one.name for one in catalog.config.remotes if one.lazy)),
+            ),
+        )
     return found
 
 
@@ -150,6 +166,8 @@ def _bring(
             *(catalog, remote, transaction, needs, places, state, incoming),
             jobs=jobs,
             progress=progress,
+            # Who prefetches has little room.
+            whole=_WHOLE,
         )
         arrival.run()
         if transaction.has_news:
@@ -202,6 +220,8 @@ def _droppable(
     stay = catalog.index.marked(PINNED) | (set(catalog.snapshot_ids()) - there)
     others = [id for id in stay if source.has_contents(id)]
     staying = gather(source, others, set(others).__contains__).blocks
+    # Small files are here in every lazy store.
+    staying |= gather(source, [snapshot], {snapshot}.__contains__, weights=False).blocks
     places = RemotePlaces(remote, state)
     remote.remember(state)
     rows = state.packs()

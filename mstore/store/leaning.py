@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import chain, islice
 
 from mstore.blocks.location import base_of
-from mstore.blocks.packs import Kind
+from mstore.blocks.packs import NO_BASE, Kind
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.tensor import Tensor
@@ -89,7 +89,12 @@ def _counted(catalog: Catalog, blocks: Iterator[BlockId]) -> tuple[Leaning, ...]
     while some := list(islice(blocks, _TOGETHER)):
         new = [block for block in dict.fromkeys(some) if block not in seen]
         seen.update(new)
-        for at in elsewhere.locate(new):
+        places = elsewhere.locate(new)
+        # What a difference there is made to has to come, too, unless it is here.
+        named = dict.fromkeys(BlockId(at.base) for at in places if at and at.base != NO_BASE)
+        bases = [base for base in not_here(catalog, list(named)) if base not in seen]
+        seen.update(bases)
+        for at in (*places, *elsewhere.locate(bases, alone=True)):
             # What is nowhere is damage, and for fsck to tell.
             name = None if at is None else elsewhere.name_of(at.pack)
             if at is not None and name is not None:

@@ -35,6 +35,11 @@ def drop(
         what = f"{counted(report.blocks, 'block')}, {format_size(report.bytes)}"
         screen.line(f"{verb} {what} of {short(report.snapshot)}", style="green")
         screen.fields([("kept", report.kept_blocks or None)])
+        if report.kept_blocks and not report.blocks:
+            screen.advice(
+                "what stays is needed by something that the remote does not have: a snapshot that "
+                "was not pushed, or one that only the reflog keeps (mstore gc --reflog-days 0)"
+            )
         if report.blocks and not report.dry_run:
             screen.command("to free the space", "mstore gc")
 

@@ -223,7 +223,7 @@ class AffectedTensors:
         blocks = list(content.block_ids())
         index = self._catalog.index
         with index.env.read() as transaction:
-            found = index.block_rows(transaction, blocks)
+            found = index.readable_rows(transaction, blocks)
         lost = sum(self._is_lost(block, row) for block, row in zip(blocks, found, strict=True))
         return lost or -1
 
@@ -240,7 +240,7 @@ class AffectedTensors:
         base = base_of(row)
         if base is not None:
             with self._catalog.index.env.read() as transaction:
-                under = self._catalog.index.row(transaction, (Kind.BLOCK, base))
+                [under] = self._catalog.index.readable_rows(transaction, [base])
             if self._is_lost(BlockId(base), under):
                 return True
         if pack_number(row) not in self._damaged:
