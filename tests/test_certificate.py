@@ -27,7 +27,7 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.planner import Planner
 from mstore.merge.planning.request import resolve
-from mstore.merge.planning.statistics import _without_nan
+from mstore.merge.planning.statistics import without_nan
 from mstore.merge.planning.survey import KEEPS_NONE, ExpertTensor, Survey, SurveyedTensor
 from mstore.models.stats import deltas
 from mstore.models.stats.histogram import Histogram, select
@@ -156,7 +156,7 @@ def planner(
         ids = (TensorId.of(b"base"), TensorId.of(bytes([k])))
         cost, twin = np.array([4 * n]), np.array([k])
         ranks = own.selection.ranks(n, k)
-        histogram = _without_nan(Histogram.from_dense(counts))
+        histogram = without_nan(Histogram.from_dense(counts))
         cuts = tuple([select(histogram, rank, n) if rank else KEEPS_NONE for rank in ranks])
         sides.append(ExpertTensor(ids, record, np.zeros(1, dtype=bool), twin, cost, row, cuts))
     squares = deltas.base_squares(base.view(np.uint8), "F32", n)
