@@ -184,3 +184,26 @@ def test_runai_model_streamer(server: Served, root: Path, below: str, tmp_path: 
         one.name: sha256(view.tensor_bytes(one.name, 0, one.nbytes)).hexdigest()
         for one in server.store.tensors("llama/one")
     }
+
+
+def test_a_lazy_store(root: Path, tmp_path: Path) -> None:
+    """A lazy store shows all keys, and brings what a client reads."""
+    remote = (tmp_path / "remote").as_uri()
+    with Store.open(root / "store") as store:
+        store.add_remote("there", remote)
+        store.push("there", every=True)
+        store.remove_remote("there")
+    Store.clone(remote, tmp_path / "lazy", lazy=True)
+    with served(tmp_path / "lazy", s3=True, s3_keys=KEYS) as lazy:
+        bucket = S3Store(
+            "mstore",
+            endpoint=lazy.info.s3_url,
+            region="eu-west-7",
+            access_key_id=KEYS.key,
+            secret_access_key=KEYS.secret,
+            client_options={"allow_http": True},
+        )
+        for path, data in files_of(root / "one").items():
+            found = obstore.get(bucket, f"refs/llama/one/{path}").bytes()
+            assert bytes(found) == data, path
+        assert (tmp_path / "lazy" / "cache").exists()
