@@ -72,6 +72,18 @@ def below(request: pytest.FixtureRequest, server: Served) -> str:
     return {"refs": "refs/llama/one", "snapshots": f"snapshots/{id}"}[request.param]
 
 
+def bucket_of(server: Served) -> S3Store:
+    """The bucket of a server, as obstore sees it."""
+    return S3Store(
+        "mstore",
+        endpoint=server.info.s3_url,
+        region="eu-west-7",
+        access_key_id=KEYS.key,
+        secret_access_key=KEYS.secret,
+        client_options={"allow_http": True},
+    )
+
+
 def environment(server: Served, more: Mapping[str, str]) -> dict[str, str]:
     """What a program needs to find the server, and nothing that this machine's user has set up."""
     assert server.info.s3_url is not None
@@ -107,14 +119,7 @@ def program(name: str, package: str) -> str:
 
 def test_obstore(server: Served, root: Path, below: str) -> None:
     """obstore lists, reads ranges and whole files, and is refused when it writes."""
-    bucket = S3Store(
-        "mstore",
-        endpoint=server.info.s3_url,
-        region="eu-west-7",
-        access_key_id=KEYS.key,
-        secret_access_key=KEYS.secret,
-        client_options={"allow_http": True},
-    )
+    bucket = bucket_of(server)
     files = files_of(root / "one")
     listed: list[Any] = [one for page in obstore.list(bucket, prefix=below) for one in page]
     assert {one["path"]: one["size"] for one in listed} == {
@@ -195,14 +200,7 @@ def test_a_lazy_store(root: Path, tmp_path: Path) -> None:
         store.remove_remote("there")
     Store.clone(remote, tmp_path / "lazy", lazy=True)
     with served(tmp_path / "lazy", s3=True, s3_keys=KEYS) as lazy:
-        bucket = S3Store(
-            "mstore",
-            endpoint=lazy.info.s3_url,
-            region="eu-west-7",
-            access_key_id=KEYS.key,
-            secret_access_key=KEYS.secret,
-            client_options={"allow_http": True},
-        )
+        bucket = bucket_of(lazy)
         for path, data in files_of(root / "one").items():
             found = obstore.get(bucket, f"refs/llama/one/{path}").bytes()
             assert bytes(found) == data, path
