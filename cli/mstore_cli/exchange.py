@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.output import Column, Screen, short
@@ -24,6 +24,9 @@ SIGNED = Column("SIGNED", sentence=True)
 
 Signed = Mapping["SnapshotId", str]
 """What the signatures of snapshots are worth, in words; nothing of those without."""
+
+LAZY: Final = "its weights come when something reads them"
+"""What follows from a remote being lazy."""
 
 
 def rate_of(text: str | None) -> int | None:

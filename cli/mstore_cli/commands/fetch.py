@@ -6,6 +6,7 @@ from typing import Annotated
 
 from mstore_cli.command import command
 from mstore_cli.exchange import (
+    LAZY,
     rate_of,
     remote_for,
     removed_there,
@@ -67,6 +68,8 @@ def fetch(
 
     def human(screen: Screen) -> None:
         show_fetched(screen, report, signatures)
+        if lazy:
+            screen.line(f"{remote} is lazy now: {LAZY}")
         show_removed(screen, remote, removed)
 
     session.output.emit(report, ids=[one.name for one in report.fetched], human=human)

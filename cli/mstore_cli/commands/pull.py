@@ -7,6 +7,7 @@ from typing import Annotated
 from mstore_cli.command import command
 from mstore_cli.errors import FAILURE, Ended
 from mstore_cli.exchange import (
+    LAZY,
     rate_of,
     remote_for,
     removed_there,
@@ -69,6 +70,8 @@ def pull(
 
     def human(screen: Screen) -> None:
         show_fetched(screen, report, signatures)
+        if lazy:
+            screen.line(f"{remote} is lazy now: {LAZY}")
         for one in report.diverged:
             _show_diverged(screen, remote, one, kinds.get(one))
         show_removed(screen, remote, removed)
