@@ -12,7 +12,7 @@ from exchanges import REMOTE, Place, place
 from mstore import fs
 from mstore.blocks.packs import Kind
 from mstore.blocks.segments import Segments
-from mstore.remotes import places
+from mstore.remotes import objects, places
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.shared_directory import SharedDirectory
 from mstore.remotes.state import Remote
@@ -100,7 +100,7 @@ def test_requests_hold_no_lock(remote: Remote, monkeypatch: pytest.MonkeyPatch) 
         lock.release()
 
     # One at a time: each holds the lock for a moment.
-    monkeypatch.setattr(places, "_READS", 1)
+    monkeypatch.setattr(objects, "_READS", 1)
     at_each_table(monkeypatch, look)
     check_all_is_known(remote, RemotePlaces(remote, remote.state()))
     assert free == [True] * PUSHES
