@@ -414,6 +414,29 @@ def test_a_pack_that_was_collected(place: Place) -> None:
     assert files(other, "x") == model_files(1)
 
 
+def test_only_what_lost_blocks_is_told(place: Place) -> None:
+    """Where the remote lost blocks of one model, fsck names this one only, prefetch refuses it, and
+    another, which is not here either, is whole."""
+    store = place.store("a")
+    place.add(store, "x", 1)
+    place.add(store, "y", 2)
+    # The pack of the second one has nothing that the first needs.
+    store.push(REMOTE, ["y"])
+    store.push(REMOTE, ["x"])
+    other = lazy_clone(place, "lazy")
+    store.push(REMOTE, delete=["x"])
+    for _ in range(2):
+        store.remote_gc(REMOTE, reflog_days=0, grace_hours=0.0)
+    other.fetch(REMOTE)
+    report = other.fsck(threads=1)
+    assert report.problems
+    assert {name for one in report.affected for name in one.refs} == {"x"}
+    with pytest.raises(Corrupt, match="neither here nor at a lazy remote"):
+        other.prefetch(["x"])
+    assert other.prefetch(["y"]).blocks > 0
+    assert files(other, "y") == model_files(2)
+
+
 def test_the_cache_has_a_limit(family: Place, tmp_path: Path) -> None:
     """The cache never has more than its limit, and reads go on."""
     Store.clone(family.url, tmp_path / "small", lazy=True)
