@@ -31,11 +31,12 @@ _buckets = count()
 class Family:
     """Lazy stores, and what the remote has.
 
+    states: before the last push, and after it; a stale read finds the root of the first.
     lazy: has no weights. full: a lazy store that has all of them.
     """
 
     server: str
-    objects: dict[str, bytes]
+    states: tuple[dict[str, bytes], ...]
     lazy: Path
     full: Path
     scratch: Path
@@ -43,7 +44,7 @@ class Family:
     def laid_out(self, command: str) -> Laid:
         """Lay out a scene at a proxy and a bucket of its own."""
         proxy = FaultProxy(self.server, f"lazy-{next(_buckets)}")
-        proxy.fill(self.objects)
+        proxy.fill(*self.states)
         path = self.scratch / proxy.bucket / "store"
         shutil.copytree(self.full if command == "drop" else self.lazy, path)
         return Laid(command, proxy, path)
@@ -83,15 +84,21 @@ def family(server: str, directory: Path) -> Family:
             for number, name in enumerate(("base", *EXPERTS)):
                 source = write_files(directory / name, model_files(1, number))
                 author.add(source, name=name, base="base" if number else None, threads=1)
-            merged(author, "virtual", "base", *EXPERTS, virtual=True)
             author.add_remote("origin", URL)
+            author.push("origin", every=True)
+            before = proxy.objects()
+            merged(author, "virtual", "base", *EXPERTS, virtual=True)
             author.push("origin", every=True)
             for name in ("lazy", "full"):
                 Store.clone(URL, directory / name, lazy=True)
             with Store.open(directory / "full") as full:
                 full.prefetch(every=True)
         return Family(
-            server, proxy.objects(), directory / "lazy", directory / "full", directory / "cases"
+            server=server,
+            states=(before, proxy.objects()),
+            lazy=directory / "lazy",
+            full=directory / "full",
+            scratch=directory / "cases",
         )
     finally:
         proxy.close()
