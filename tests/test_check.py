@@ -396,6 +396,17 @@ def test_a_delta_whose_base_cannot_be_one(
         payload(index, reader, (Kind.BLOCK, key), row)
 
 
+def test_a_base_in_an_unknown_pack(dense: Store) -> None:
+    """A base whose row names a pack that nobody has is named, and does not end the check."""
+    base = next(iter(delta_rows(dense).values()))[22:]
+    index = dense._catalog.index
+    with index.env.write() as rows:
+        row = rows.get(base, db=index.db("blocks"))
+        rows.put(base, b"\0\0\xff\xff" + row[4:], db=index.db("blocks"))
+    problems = {(problem.where, problem.what) for problem in dense.fsck().problems}
+    assert (base.hex(), "the index names an unknown pack 65535") in problems
+
+
 def test_a_row_with_another_base(dense: Store) -> None:
     """The base in a row is that of the footer."""
     key, row = next(iter(delta_rows(dense).items()))

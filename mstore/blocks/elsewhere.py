@@ -1,9 +1,11 @@
 """Blocks that this store does not have, and can read: in packs of remotes.
 
 Owns where they lie, the contract of who reads there (`mstore.remotes.lazy` does), and the packs of
-a store that reads so: its own, and those elsewhere. What lies
-elsewhere has no row in the index (`blocks.index` asks here where it finds none), is never written
-or removed here, and is only looked for by who reads: whoever counts what is stored sees none of it.
+a store that reads so: its own, and those elsewhere.
+
+What lies elsewhere has no row in the index (`blocks.index` asks here where it finds none), is never
+written or removed here, and is only looked for by who reads: whoever counts what is stored sees
+none of it.
 """
 
 from __future__ import annotations

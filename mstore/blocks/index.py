@@ -25,7 +25,7 @@ from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_types import Cursor, IndexTransaction
 from mstore.blocks.location import Key, Location, Row
 from mstore.blocks.pack_store import HERE, unknown_place
-from mstore.blocks.packs import NO_BASE, Footer, Kind, SealedPack
+from mstore.blocks.packs import Footer, Kind, SealedPack
 from mstore.blocks.schema import (
     BACKUP,
     BLOCKS,
@@ -337,18 +337,25 @@ class Index:
             rows[at] = None if place is None else self._made_up(place)
         return rows
 
-    def readable_block(self, transaction: IndexTransaction, block: BlockId) -> Location | None:
-        """Return where a block lies, here or elsewhere, or None."""
-        [row] = self.readable_rows(transaction, [block])
+    def base(self, transaction: IndexTransaction, block: BlockId) -> Location | None:
+        """Return where a block lies that others are differences to, None if it is nowhere."""
+        [row] = self.base_rows(transaction, [block])
         return None if row is None else self.location(transaction, row)
 
-    def base(self, transaction: IndexTransaction, block: BlockId) -> Location | None:
-        """Return where a block lies that others are differences to; alone, if it can be had so."""
-        here = self.block(transaction, block)
-        if self.elsewhere is None or (here is not None and here.base == NO_BASE):
-            return here
-        [there] = self.elsewhere.locate([block], alone=True)
-        return here if there is None else there
+    def base_rows(self, transaction: IndexTransaction, blocks: Sequence[bytes]) -> list[Row | None]:
+        """Return `readable_rows` of blocks that others are differences to.
+
+        One that is a difference itself here, and alone elsewhere, has the row of that place.
+        """
+        rows = self.block_rows(transaction, blocks)
+        if self.elsewhere is None:
+            return rows
+        lacking = [at for at, row in enumerate(rows) if row is None or location.base_of(row)]
+        there = self.elsewhere.locate([blocks[at] for at in lacking], alone=True)
+        for at, place in zip(lacking, there, strict=True):
+            if place is not None:
+                rows[at] = self._made_up(place)
+        return rows
 
     def _made_up(self, place: Location) -> Row:
         with self._closing:

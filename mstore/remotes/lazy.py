@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from threading import Lock
 from typing import Final
 
@@ -23,7 +22,7 @@ from mstore.blocks.packs import PackGone
 from mstore.remotes.cache import PartCache, gaps
 from mstore.remotes.layout import pack_name
 from mstore.remotes.objects import Absent
-from mstore.remotes.state import Remote
+from mstore.remotes.state import Opens, Remote
 from mstore.terms.errors import MstoreError, RemoteAway, Unavailable
 from mstore.terms.ids import Buffer, PackId
 from mstore.terms.phrases import call, phrase
@@ -48,10 +47,6 @@ class _Span(msgspec.Struct, eq=False):
     end: int
     left: int
     data: Future[Buffer]
-
-
-Opens = Callable[[str], AbstractContextManager[Remote]]
-"""Opens a remote by its name."""
 
 
 class RemoteParts(PartReader):

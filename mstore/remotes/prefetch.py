@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from mstore import fs
 from mstore.blocks.location import Location, base_of
@@ -19,7 +19,7 @@ from mstore.remotes.arrival import Arrival, Incoming
 from mstore.remotes.layout import PackRow, PackState
 from mstore.remotes.needs import LocalRecords, Needs, gather
 from mstore.remotes.places import RemotePlaces
-from mstore.remotes.state import Remote, RemoteState
+from mstore.remotes.state import Opens, Remote, RemoteState
 from mstore.store import contents
 from mstore.store import layout as layouts
 from mstore.store.catalog import Catalog
@@ -32,11 +32,7 @@ from mstore.terms.ids import BlockId, PackId, SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, Report
 
-Opens = Callable[[str], AbstractContextManager[Remote]]
-"""Opens a remote by its name."""
-
-
-_WHOLE = 0.95
+_WHOLE: Final = 0.95
 """A pack of which this share is needed is downloaded whole."""
 
 

@@ -404,11 +404,11 @@ class Push:
         index = self._catalog.index
         found = []
         with index.env.read() as transaction:
-            for id in ids:
-                if kind == Kind.BLOCK:
-                    [row] = index.readable_rows(transaction, [id])
-                else:
-                    row = index.row(transaction, (kind, id))
+            if kind == Kind.BLOCK:
+                rows = index.readable_rows(transaction, ids)
+            else:
+                rows = [index.row(transaction, (kind, id)) for id in ids]
+            for id, row in zip(ids, rows, strict=True):
                 if row is None:
                     raise Corrupt(
                         f"this {kind.name.lower()} is needed, and is neither here nor at "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from mstore.remotes.layout import read_root
 from mstore.remotes.limited import limited
 from mstore.remotes.needs import LocalRecords, lineage
 from mstore.remotes.objects import Absent, Objects
-from mstore.remotes.state import Remote, RemoteState
+from mstore.remotes.state import Opens, Remote, RemoteState
 from mstore.remotes.tracking import may_write
 from mstore.store import refs
 from mstore.store.catalog import Catalog
@@ -132,7 +132,7 @@ def set_lazy(catalog: Catalog, name: str) -> None:
 
 def reader_of(
     catalog: Catalog,
-    opens: Callable[[str], AbstractContextManager[Remote]],
+    opens: Opens,
     limit: Callable[[], int | None],
 ) -> PartReader:
     """Return what reads the lazy remotes of a store.  limit: of the cache, in bytes."""

@@ -20,7 +20,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -351,3 +351,7 @@ class Remote:
         except Overtaken:
             return self.state()
         return self._state(root, stamp)
+
+
+Opens = Callable[[str], AbstractContextManager[Remote]]
+"""Opens a remote by its name."""

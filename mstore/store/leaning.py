@@ -70,13 +70,7 @@ def lacking(catalog: Catalog, tensors: Iterable[TensorId]) -> Iterator[BlockId]:
 
 def leaning_of(catalog: Catalog, manifest: Manifest) -> tuple[Leaning, ...]:
     """Return which remotes a manifest's tensors lean on.  Raises as `lacking`."""
-    if catalog.index.elsewhere is None:
-        return ()
-    return leaning(catalog, (part.tensor_id() for file in manifest.files for part in file.parts))
-
-
-def leaning(catalog: Catalog, tensors: Iterable[TensorId]) -> tuple[Leaning, ...]:
-    """Return which remotes these tensors lean on.  Raises as `lacking`."""
+    tensors = (part.tensor_id() for file in manifest.files for part in file.parts)
     return _counted(catalog, lacking(catalog, tensors))
 
 
@@ -105,12 +99,7 @@ def _counted(catalog: Catalog, blocks: Iterator[BlockId]) -> tuple[Leaning, ...]
 
 def all_leaning(catalog: Catalog) -> tuple[Leaning, ...]:
     """Return which remotes the store leans on: for stored tensors, and for bases of differences."""
-    index = catalog.index
-    if index.elsewhere is None:
-        return ()
-    with index.env.read() as transaction:
-        ids = [TensorId(id) for id in index.record_ids(transaction, Kind.TENSOR)]
-    return _counted(catalog, chain(lacking(catalog, _readable(catalog, ids)), _bases(catalog)))
+    return _counted(catalog, chain(lacking(catalog, _readable(catalog)), _bases(catalog)))
 
 
 def _bases(catalog: Catalog) -> Iterator[BlockId]:
@@ -120,7 +109,11 @@ def _bases(catalog: Catalog) -> Iterator[BlockId]:
         yield from not_here(catalog, stored)
 
 
-def _readable(catalog: Catalog, ids: Iterable[TensorId]) -> Iterator[TensorId]:
+def _readable(catalog: Catalog) -> Iterator[TensorId]:
+    """Yield the stored tensors whose records can be read."""
+    index = catalog.index
+    with index.env.read() as transaction:
+        ids = [TensorId(id) for id in index.record_ids(transaction, Kind.TENSOR)]
     for id in ids:
         with suppress(NotFound, Corrupt):
             catalog.content(id)

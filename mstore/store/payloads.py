@@ -122,9 +122,11 @@ class Payloads:
             others = [base for base in bases if base not in places]
             places |= dict(zip(others, self._rows_of(transaction, others)[1], strict=True))
             if self.index.elsewhere is not None:
-                for base in bases:
-                    at = self.index.base(transaction, base)
-                    places[base] = places[base] if at is None else at
+                rows = zip(bases, self.index.base_rows(transaction, list(bases)), strict=True)
+                alone = {base: row for base, row in rows if row is not None}
+                places |= dict(
+                    zip(alone, self.index.locations(transaction, alone.values()), strict=True)
+                )
             return places
 
     def rows_of(self, blocks: Sequence[BlockId]) -> tuple[list[Row], list[Location]]:

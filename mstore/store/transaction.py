@@ -24,7 +24,7 @@ import msgspec
 from mstore import fs
 from mstore.blocks.codecs import PLAIN_BYTES, Codec, Encoded, elements_of, encode
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Key
+from mstore.blocks.location import Key, base_of
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.store import contents, leases, listing, refs, unnamed_packs
 from mstore.store.catalog import Catalog, now_ns
@@ -267,7 +267,8 @@ class Transaction:
     def _rely_on_blocks(self, tensor: Tensor) -> None:
         blocks = [id for id in tensor.block_ids() if id not in self._own]
         self._relied_blocks.update(blocks)
-        self._read_blocks.update(blocks)
+        if self._catalog.index.elsewhere is not None:
+            self._read_blocks.update(blocks)
 
     def put_record(self, record: Record) -> Id:
         """Store a record unless it is stored already; return its id.  Raises as `put_records`."""
@@ -376,18 +377,22 @@ class Transaction:
 
         Runs after the rows are inserted: if another writer stored a block first, its row counts.
         """
-        bases = {
-            BlockId(entry.base)
-            for pack in self._packs.sealed
-            for entry in pack.entries
-            if entry.base != NO_BASE
-        }
-        gone: list[bytes] = []
-        for base in bases:
-            place = self._catalog.index.base(transaction, base)
-            if place is None or Codec(place.codec).is_delta:
-                gone.append(base)
-        _require_unmoved(gone)
+        bases = sorted(
+            {
+                entry.base
+                for pack in self._packs.sealed
+                for entry in pack.entries
+                if entry.base != NO_BASE
+            }
+        )
+        rows = self._catalog.index.base_rows(transaction, bases)
+        _require_unmoved(
+            [
+                base
+                for base, row in zip(bases, rows, strict=True)
+                if row is None or base_of(row) is not None
+            ]
+        )
 
 
 def _require_unmoved(gone: Sequence[bytes]) -> None:

@@ -465,11 +465,9 @@ class Reach:
         reading = index.env.read() if self._later is None else nullcontext(self._later)
         with reading as transaction:
             own = {block: index.block(transaction, BlockId(block)) for block in blocks}
-            return [
-                block
-                for block, at in own.items()
-                if at is None or index.base(transaction, BlockId(at.base)) is None
-            ]
+            named = [at.base for at in own.values() if at is not None]
+            rows = dict(zip(named, index.base_rows(transaction, named), strict=True))
+        return [block for block, at in own.items() if at is None or rows[at.base] is None]
 
     def _mark_later(self, block: BlockId) -> bool:
         """Mark the base of a block that is newer than the inventory: the base may be older.

@@ -167,7 +167,7 @@ class PackRows:
             if not deltas:
                 continue
             with index.env.read() as transaction:
-                bases = index.readable_rows(transaction, [base for _, _, base in deltas])
+                bases = index.base_rows(transaction, [base for _, _, base in deltas])
             # The tables of a lazy remote may be lost, too: what is not here may be there.
             may_lack = index.elsewhere is not None
             orphans = [

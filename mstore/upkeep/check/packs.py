@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Key, Location, Row, base_of, pack_number
+from mstore.blocks.location import Key, Location, Row, base_of, pack_number, raw_length
 from mstore.blocks.packs import NO_BASE, Kind, PackEntry, PackGone
 from mstore.blocks.reader import BlockReader, located
 from mstore.store.ahead import in_groups, in_order
@@ -172,14 +172,14 @@ class FooterPass:
 
     def _deltas(self, transaction: IndexTransaction, deltas: list[tuple[PackEntry, Row]]) -> None:
         """Check that each delta's base is stored, as long as the block, and not a delta itself."""
-        for entry, row in deltas:
-            base = self._index.base(transaction, BlockId(entry.base))
+        bases = self._index.base_rows(transaction, [entry.base for entry, _ in deltas])
+        for (entry, row), base in zip(deltas, bases, strict=True):
             name = entry.base.hex()[:12]
             if base is None:
                 what = f"its base {name} is missing"
-            elif base.base != NO_BASE:
+            elif base_of(base) is not None:
                 what = f"its base {name} is a delta itself"
-            elif base.raw_length != entry.raw_length:
+            elif raw_length(base) != entry.raw_length:
                 what = f"its base {name} has another length"
             else:
                 continue
