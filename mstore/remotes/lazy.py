@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from threading import Lock
 from typing import Final
+from weakref import WeakSet
 
 import msgspec
 
@@ -55,6 +56,16 @@ class RemoteParts(PartReader):
     def __init__(self, opens: Opens, cache: PartCache) -> None:
         self._opens = opens
         self._cache = cache
+        self.traffic = Traffic()
+        self._begin()
+        _readers.add(self)
+
+    def _begin(self) -> None:
+        """Have no connections and no threads, and nothing under way.
+
+        Also in a forked child: threads and connections are the parent's, and a thread may have held
+        a lock at the moment of the fork.
+        """
         self._lock = Lock()
         self._opening = Lock()
         self._stack = ExitStack()
@@ -63,8 +74,6 @@ class RemoteParts(PartReader):
         self._waiting: deque[_Span] = deque()
         self._held = 0
         self._pool: ThreadPoolExecutor | None = None
-        self._process = self._opened_by = 0
-        self.traffic = Traffic()
 
     # -- what --------------------------------------------------------------------------------
 
@@ -112,11 +121,8 @@ class RemoteParts(PartReader):
             raise RemoteAway(what, where=f"{name}: {where}", hint=hint) from error
 
     def _remote(self, name: str) -> Remote:
-        """Return a remote, opened in this process: connections do not outlive a fork."""
+        """Return a remote, opened once."""
         with self._opening:
-            if self._opened_by != os.getpid():
-                self._stack, self._opened_by = ExitStack(), os.getpid()
-                self._remotes.clear()
             if name not in self._remotes:
                 self._remotes[name] = self._stack.enter_context(self._opens(name))
             return self._remotes[name]
@@ -131,12 +137,8 @@ class RemoteParts(PartReader):
     def _ask(self, name: str, pack: PackId, start: int, end: int) -> None:
         """Have threads bring what is not under way of a range, if there is room."""
         with self._lock:
-            if self._process != os.getpid():
-                # A forked child has none of its parent's threads.
-                self._pool, self._process = ThreadPoolExecutor(JOBS, "bring"), os.getpid()
-                self._spans.clear()
-                self._waiting.clear()
-                self._held = 0
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(JOBS, "bring")
             under_way = [(one.start, one.end) for one in self._spans.get(pack, ())]
             for begin, stop in gaps(under_way, start, end):
                 for at in range(begin, stop, _REQUEST_BYTES):
@@ -185,7 +187,7 @@ class RemoteParts(PartReader):
         else:
             return []
         near, start, end = [first], first.start, first.end
-        for one in sorted((o for o in self._waiting if o.pack == first.pack), key=_begin):
+        for one in sorted((o for o in self._waiting if o.pack == first.pack), key=_start):
             gap = min(_GAP, (end - start) // _WASTE)
             is_near = start - gap <= one.end and one.start <= end + gap
             if is_near and max(end, one.end) - min(start, one.start) <= _REQUEST_BYTES:
@@ -193,7 +195,7 @@ class RemoteParts(PartReader):
                 if one.data.set_running_or_notify_cancel():
                     near.append(one)
                     start, end = min(start, one.start), max(end, one.end)
-        return sorted(near, key=_begin)
+        return sorted(near, key=_start)
 
     def _make_room(self, size: int) -> bool:
         """Drop what came and was not read, oldest first; return whether there is room."""
@@ -210,7 +212,7 @@ class RemoteParts(PartReader):
         No two of them overlap.
         """
         found, end = [], offset + length
-        for one in sorted(self._spans.get(pack, ()), key=_begin):
+        for one in sorted(self._spans.get(pack, ()), key=_start):
             if one.start <= offset < one.end:
                 found.append(one)
                 offset = one.end
@@ -229,8 +231,7 @@ class RemoteParts(PartReader):
     def _ahead(self, pack: PackId, offset: int, length: int) -> Buffer | None:
         """Return bytes that were asked for ahead; None if they were not, or did not come."""
         with self._lock:
-            is_own = self._process == os.getpid()
-            spans = self._spans_of(pack, offset, length) if is_own else []
+            spans = self._spans_of(pack, offset, length)
         parts = []
         for span in spans:
             try:
@@ -252,19 +253,28 @@ class RemoteParts(PartReader):
     def close(self) -> None:
         with self._lock:
             pool, self._pool = self._pool, None
-            is_own = self._process == os.getpid()
             for span in self._waiting:
                 span.data.cancel()
             self._waiting.clear()
             self._spans.clear()
-            self._held = self._process = 0
-        if pool is not None and is_own:
+            self._held = 0
+        if pool is not None:
             pool.shutdown(cancel_futures=True)
         with self._opening:
-            if self._opened_by == os.getpid():
-                self._stack.close()
+            self._stack.close()
             self._remotes.clear()
 
 
-def _begin(span: _Span) -> int:
+_readers: WeakSet[RemoteParts] = WeakSet()
+
+
+def _begin_anew() -> None:
+    for one in list(_readers):
+        one._begin()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def _start(span: _Span) -> int:
     return span.start
