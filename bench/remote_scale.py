@@ -32,6 +32,7 @@ from safetensors.numpy import save_file
 
 from mstore import Store
 from mstore.blocks.codecs import Codec
+from mstore.blocks.pack_tables import FIELDS
 from mstore.blocks.packs import NONCE_BYTES, PAGE, Kind, header
 from mstore.remotes import address
 from mstore.remotes.layout import PackRow, PackState, RefRow, SnapshotRow, TableId, table_name
@@ -48,14 +49,6 @@ PUSH_PACKS = 100
 """Packs whose tables lie in one object."""
 BLOCK = 1 << 16
 STORED = BLOCK
-ENTRY = np.dtype(
-    {
-        "names": ["id", "base", "offset", "stored", "raw", "kind", "codec", "width"],
-        "formats": ["V32", "V32", "<u8", "<u4", "<u4", "u1", "u1", "u1"],
-        "offsets": [0, 32, 64, 72, 76, 80, 81, 82],
-        "itemsize": 88,
-    }
-)
 AIMS = {"unchanged requests": 1, "beside": 2 << 20, "memory": 256 << 20}
 Figures = dict[str, Any]
 
@@ -65,11 +58,11 @@ Figures = dict[str, Any]
 
 def table(draw: np.random.Generator) -> bytes:
     """The header and table of a pack of random blocks."""
-    rows = np.zeros(PACK_BLOCKS, ENTRY)
+    rows = np.zeros(PACK_BLOCKS, FIELDS)
     ids = np.frombuffer(draw.bytes(PACK_BLOCKS * ID_BYTES), f"S{ID_BYTES}")
-    rows["id"] = np.sort(ids).view("V32")
+    rows["id"] = np.sort(ids)
     rows["offset"] = PAGE + np.arange(PACK_BLOCKS) * STORED
-    rows["stored"], rows["raw"] = STORED, BLOCK
+    rows["stored"], rows["plain"] = STORED, BLOCK
     rows["kind"], rows["codec"], rows["width"] = Kind.BLOCK, Codec.RAW, 2
     return header(draw.bytes(NONCE_BYTES)) + rows.tobytes()
 

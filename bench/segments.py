@@ -27,9 +27,9 @@ import lmdb
 import numpy as np
 from measure import drop_cache, keep, machine, options, run, spread
 
-from mstore.blocks import location, segments
+from mstore.blocks import location, pack_tables, segments
 from mstore.blocks.location import Location
-from mstore.blocks.packs import NO_BASE, Kind, PackEntry
+from mstore.blocks.packs import NO_BASE, Kind
 from mstore.blocks.segment import FIELDS, ROW, Rows, Segment, write
 from mstore.blocks.segments import Segments
 from mstore.terms.ids import ID_BYTES, PackId
@@ -257,14 +257,13 @@ def measured(work: Path, count: int, rounds: int) -> Figures:
 def added(path: Path, count: int) -> Figures:
     """Rows a second of `add`, from tables of packs in memory, into one segment."""
     ids = ids_of(99, count)
+    rows = np.zeros(count, pack_tables.FIELDS)
+    rows["id"] = np.frombuffer(ids, rows["id"].dtype)
+    rows["kind"], rows["codec"], rows["width"] = Kind.BLOCK, 4, 2
+    rows["offset"] = 4096 + np.arange(count) * ID_BYTES
+    rows["stored"], rows["plain"] = 1 << 18, 1 << 20
     tables = [
-        (
-            pack,
-            [
-                PackEntry(ids[at : at + ID_BYTES], Kind.BLOCK, 4, 2, 4096 + at, 1 << 18, 1 << 20)
-                for at in range(number * PACK_ROWS * ID_BYTES, len(ids), ID_BYTES)[:PACK_ROWS]
-            ],
-        )
+        (pack, rows[number * PACK_ROWS :][:PACK_ROWS])
         for number, pack in enumerate(packs_of(99, count))
     ]
     into = Segments.create(path)

@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from mstore import fs
 from mstore.blocks import segment, segments
 from mstore.blocks.location import Location
+from mstore.blocks.pack_tables import FIELDS, PackTable, entries_of
 from mstore.blocks.packs import NO_BASE, Kind, PackEntry
 from mstore.blocks.segment import PAGE
 from mstore.blocks.segments import Segments
 from mstore.terms.errors import Corrupt, Incompatible, MstoreError, StorageFailed, Unreadable
 from mstore.terms.ids import ID_BYTES, PackId, SegmentId
 
-Table = Sequence[PackEntry]
 Answer = dict[tuple[int, bytes], set[Location]]
 """Every place of each block and record: what a dict knows, to compare with."""
 
@@ -52,7 +52,14 @@ ENTRIES = st.builds(
     st.one_of(st.just(NO_BASE), IDS),
 )
 PACKS = st.sampled_from([PackId(bytes([number]) * ID_BYTES) for number in range(8)])
-TABLES = st.lists(st.tuples(PACKS, st.lists(ENTRIES, max_size=12)), max_size=5)
+
+
+def table(entries: Sequence[PackEntry]) -> PackTable:
+    """The table of a pack, as an array."""
+    return np.frombuffer(b"".join(one.encode() for one in entries), FIELDS)
+
+
+TABLES = st.lists(st.tuples(PACKS, st.lists(ENTRIES, max_size=12).map(table)), max_size=5)
 CHANGES = st.lists(st.one_of(TABLES, st.sets(PACKS, max_size=3)), max_size=8)
 
 
@@ -69,11 +76,11 @@ def location(pack: PackId, entry: PackEntry) -> Location:
     )
 
 
-def known(tables: Mapping[PackId, Table]) -> Answer:
+def known(tables: Mapping[PackId, PackTable]) -> Answer:
     """What all rows of these packs say."""
     found: Answer = defaultdict(set)
     for pack, entries in tables.items():
-        for entry in entries:
+        for entry in entries_of(entries):
             found[entry.kind, entry.id].add(location(pack, entry))
     return dict(found)
 
@@ -122,22 +129,24 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "segments"
 
 
-def entries(count: int, seed: int) -> list[PackEntry]:
+def entries(count: int, seed: int) -> PackTable:
     """Entries with random ids, every third with a base, some of records."""
     rng = random.Random(seed)
-    return [
-        PackEntry(
-            rng.randbytes(32),
-            Kind.TENSOR if number % 5 == 4 else Kind.BLOCK,
-            number % 7,
-            2,
-            rng.getrandbits(50),
-            rng.getrandbits(20),
-            rng.getrandbits(20),
-            rng.randbytes(32) if number % 3 == 0 else NO_BASE,
-        )
-        for number in range(count)
-    ]
+    return table(
+        [
+            PackEntry(
+                rng.randbytes(32),
+                Kind.TENSOR if number % 5 == 4 else Kind.BLOCK,
+                number % 7,
+                2,
+                rng.getrandbits(50),
+                rng.getrandbits(20),
+                rng.getrandbits(20),
+                rng.randbytes(32) if number % 3 == 0 else NO_BASE,
+            )
+            for number in range(count)
+        ]
+    )
 
 
 def pack(number: int) -> PackId:
@@ -154,23 +163,23 @@ def test_rows_are_those_of_a_dict(changes: list[Any]) -> None:
     each segment has at least twice the rows of the next."""
     with tempfile.TemporaryDirectory() as temporary:
         of = Segments.create(Path(temporary) / "segments")
-        tables: dict[PackId, Table] = {}
+        tables: dict[PackId, PackTable] = {}
         for change in changes:
             if isinstance(change, set):
                 of.drop(change)
-                tables = {name: table for name, table in tables.items() if name not in change}
+                tables = {name: some for name, some in tables.items() if name not in change}
             else:
                 of.add(change)
-                for name, table in change:
+                for name, some in change:
                     # An empty table leaves no trace, so it may come again.
-                    if not tables.get(name):
-                        tables[name] = table
+                    if not len(tables.get(name, ())):
+                        tables[name] = some
             assert all(one >= 2 * other for one, other in pairwise(of.sizes()))
         expected = known(tables)
         require_same(of, expected)
         require_same(Segments(of.directory), expected)
         of.verify()
-        assert of.packs() == {name for name, table in tables.items() if table}
+        assert of.packs() == {name for name, some in tables.items() if len(some)}
         names = {path.name for path in of.directory.iterdir()}
         assert len(names) == len(of.sizes()) + 2
 
@@ -192,10 +201,11 @@ def test_many_rows(directory: Path) -> None:
 
 def test_a_block_of_several_packs_stays_with_each(directory: Path) -> None:
     """A block keeps its other places when a pack goes; a pack that is there is not added twice."""
-    (one,) = entries(1, 1)
+    alone = entries(1, 1)
+    (one,) = entries_of(alone)
     of = Segments.create(directory)
-    of.add([(pack(1), [one]), (pack(2), [one]), (pack(1), [])])
-    of.add([(pack(3), [one]), (pack(2), entries(3, 2))])
+    of.add([(pack(1), alone), (pack(2), alone), (pack(1), alone[:0])])
+    of.add([(pack(3), alone), (pack(2), entries(3, 2))])
     assert {place.pack for place in of.places(Kind.BLOCK, one.id)} == {pack(1), pack(2), pack(3)}
     assert len(of) == 3
     of.drop({pack(1), pack(3)})
@@ -211,7 +221,7 @@ def test_ids_that_are_no_hashes(directory: Path) -> None:
         PackEntry(b"x" * 30 + number.to_bytes(2, "big"), 0, 0, 1, 0, 1, 1) for number in range(4000)
     ]
     of = Segments.create(directory)
-    of.add([(pack(1), same)])
+    of.add([(pack(1), table(same))])
     assert of.has(Kind.BLOCK, b"".join(one.id for one in same)).all()
     assert not of.has(Kind.BLOCK, b"x" * 30 + b"\xff\xff" + b"y" * 32).any()
     of.verify()
@@ -222,7 +232,7 @@ def test_threads_ask_at_once(directory: Path) -> None:
     tables = {pack(number): entries(300, number) for number in range(4)}
     Segments.create(directory).add(tables.items())
     of = Segments(directory)
-    ids = b"".join(entry.id for table in tables.values() for entry in table)
+    ids = b"".join(entry.id for some in tables.values() for entry in entries_of(some))
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: of.locations(Kind.BLOCK, ids), range(16)))
     assert all(one == found[0] for one in found)
@@ -595,7 +605,7 @@ CHANGE: dict[str, Callable[[Segments], None]] = {
 }
 
 
-def before_change(directory: Path) -> dict[PackId, Table]:
+def before_change(directory: Path) -> dict[PackId, PackTable]:
     """Segments of several sizes."""
     tables = {pack(number): entries(count, number) for number, count in ((1, 90), (2, 30), (3, 9))}
     of = Segments.create(directory)

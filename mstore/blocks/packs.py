@@ -132,19 +132,13 @@ def footer_bytes(table: bytes, offset: int) -> bytes:
     return table + padding + tail
 
 
-def table_entries(pack: PackId, data: bytes, where: str) -> tuple[PackEntry, ...]:
-    """Return the entries of a pack, of its header's first bytes and its table.
-
-    Raises Corrupt if these are not the pack's, Incompatible for another version.
-    """
-    if PackId.of(data) != pack:
-        raise Corrupt("the table does not match its pack's name", where=where)
-    magic, version, _ = _HEADER.unpack(data[: _HEADER.size])
-    if magic != MAGIC or (len(data) - _HEADER.size) % ENTRY.size:
-        raise Corrupt("not the table of a pack", where=where)
+def require_header(head: bytes, where: str) -> None:
+    """Raise Corrupt, or Incompatible, unless these are the first bytes of a pack's header."""
+    magic, version, _ = _HEADER.unpack(head.ljust(_HEADER.size, b"\0"))
+    if magic != MAGIC:
+        raise Corrupt("not the header of a pack", where=where)
     if version != VERSION:
         raise Incompatible(f"pack version {version}; this mstore reads {VERSION}", where=where)
-    return tuple(_entries(data[_HEADER.size :], MOST_OFFSET, where))
 
 
 class PackWriter:
@@ -312,9 +306,11 @@ def footer(file: BinaryIO, where: str) -> Footer:
     """Return what the pack in an open file says of itself. Raises Corrupt, Incompatible."""
     size = file.seek(0, os.SEEK_END)
     head, offset, length, digest = _ends(file, where)
+    # Late: most commands read no footer, and need no numpy.
+    from mstore.blocks.pack_tables import entries_of, parsed
+
     table = _table(file, offset, length, digest, where)
-    entries = tuple(_entries(table, offset, where))
-    return Footer(PackId.of(head + table), entries, size)
+    return Footer(PackId.of(head + table), entries_of(parsed(table, offset, where)), size)
 
 
 def dead_bytes(file: BinaryIO, where: str, rows: int, stored: int) -> int:
@@ -373,12 +369,3 @@ def _table(file: BinaryIO, offset: int, length: int, digest: bytes, where: str) 
     if blake3(table).digest() != digest:
         raise Corrupt("the footer table does not match its hash", where=where)
     return table
-
-
-def _entries(table: bytes, end: int, where: str) -> Iterator[PackEntry]:
-    previous = (-1, b"")
-    for id, base, offset, stored, raw, kind, codec, width in ENTRY.iter_unpack(table):
-        if offset < PAGE or offset + stored > end or (kind, id) <= previous:
-            raise Corrupt(f"footer entry {id.hex()[:12]} is out of bounds or order", where=where)
-        previous = (kind, id)
-        yield PackEntry(id, kind, codec, width, offset, stored, raw, base)

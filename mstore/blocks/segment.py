@@ -41,7 +41,7 @@ from blake3 import blake3
 from mstore import fs
 from mstore.blocks.location import Location
 from mstore.blocks.location_arrays import Numbers, bucket_bits, buckets, edges, lower_bound
-from mstore.blocks.packs import PackEntry
+from mstore.blocks.pack_tables import PackTable
 from mstore.terms.errors import Conflict, Corrupt, Incompatible
 from mstore.terms.ids import ID_BYTES, PackId, SegmentId
 
@@ -57,12 +57,18 @@ ROW: Final = np.dtype(("S", _ROW.size))
 """A row as bytes: numpy compares such as memcmp(3) does, zero bytes at the end included."""
 FIELDS: Final = np.dtype(
     {
-        "names": ["first", "key", "pack", "offset", "stored", "plain", "codec", "width", "base"],
-        "formats": [">u8", "S33", ">u4", ">u8", ">u4", ">u4", "u1", "u1", "V32"],
-        "offsets": [0, 0, 33, 37, 45, 49, 53, 54, 55],
+        "names": [
+            "first", "key", "id", "kind",
+            "pack", "offset", "stored", "plain", "codec", "width", "base",
+        ],
+        "formats": [
+            ">u8", "S33", "V32", "u1",
+            ">u4", ">u8", ">u4", ">u4", "u1", "u1", "V32",
+        ],
+        "offsets": [0, 0, 0, 32, 33, 37, 45, 49, 53, 54, 55],
         "itemsize": _ROW.size,
     }
-)
+)  # fmt: skip
 """What a row is made of.  first: the leading bytes of the id; key: id and kind."""
 COLUMNS: Final = ("offset", "stored", "plain", "codec", "width", "base")
 KEY: Final = np.dtype({"names": ["first"], "formats": [">u8"], "itemsize": ID_BYTES + 1})
@@ -387,18 +393,20 @@ def write(
     return id
 
 
-def rows_of(tables: Mapping[PackId, Sequence[PackEntry]]) -> tuple[list[PackId], Rows]:
+def rows_of(tables: Mapping[PackId, PackTable]) -> tuple[list[PackId], Rows]:
     """Return the packs with entries, ascending, and a row for each of these, ascending."""
-    packs = sorted(pack for pack, entries in tables.items() if entries)
-    encoded = [
-        _ROW.pack(
-            entry.id, entry.kind, number, entry.offset, entry.stored_length, entry.raw_length,
-            entry.codec, entry.width, entry.base,
-        )
-        for number, pack in enumerate(packs)
-        for entry in tables[pack]
-    ]  # fmt: skip
-    return packs, ordered(np.frombuffer(b"".join(encoded), ROW))
+    packs = sorted(pack for pack, table in tables.items() if len(table))
+    rows: Rows = np.zeros(sum(map(len, tables.values())), ROW)
+    fields, end = rows.view(FIELDS), 0
+    for number, pack in enumerate(packs):
+        table = tables[pack]
+        some = fields[end : end + len(table)]
+        end += len(table)
+        some["pack"] = number
+        some["id"] = table["id"].view("V32")
+        for name in ("kind", *COLUMNS):
+            some[name] = table[name]
+    return packs, ordered(rows)
 
 
 def ordered(rows: Rows) -> Rows:

@@ -31,7 +31,8 @@ from blake3 import blake3
 from mstore import fs
 from mstore.blocks.location import Location
 from mstore.blocks.location_arrays import Flags, Numbers
-from mstore.blocks.packs import Kind, PackEntry
+from mstore.blocks.pack_tables import PackTable
+from mstore.blocks.packs import Kind
 from mstore.blocks.segment import (
     COLUMNS,
     FIELDS,
@@ -51,9 +52,6 @@ from mstore.terms.errors import Corrupt, StorageFailed
 from mstore.terms.ids import ID_BYTES, PackId, SegmentId
 
 LIST: Final = "list"
-_ID_KIND: Final = np.dtype(
-    {"names": ["id", "kind"], "formats": ["V32", "u1"], "itemsize": ROW.itemsize}
-)
 _GATHERED: Final = 1 << 17
 """Rows that are sorted in memory."""
 _MERGED: Final = 1 << 16
@@ -130,16 +128,15 @@ class Segments:
             fields = rows.view(FIELDS)
             places = [packs[number] for number in fields["pack"].tolist()]
             columns = (fields[name].tolist() for name in COLUMNS)
-            keys = rows.view(_ID_KIND)
             found = map(Location, places, *columns)
-            yield from zip(keys["kind"].tolist(), keys["id"].tolist(), found, strict=True)
+            yield from zip(fields["kind"].tolist(), fields["id"].tolist(), found, strict=True)
 
     def verify(self) -> None:
         """Check every byte of every segment."""
         for segment in self._segments:
             segment.verify()
 
-    def add(self, tables: Iterable[tuple[PackId, Sequence[PackEntry]]]) -> None:
+    def add(self, tables: Iterable[tuple[PackId, PackTable]]) -> None:
         """Add the rows of packs, given their tables; pass over packs that are there already.
 
         Holds the tables of an eighth of a million rows, and at least of one pack.  An error, or
@@ -148,14 +145,14 @@ class Segments:
         with self._changing() as segments:
             passed = self.packs()
             runs: list[Segment] = []
-            gathered: dict[PackId, Sequence[PackEntry]] = {}
+            gathered: dict[PackId, PackTable] = {}
             count = 0
-            for pack, entries in tables:
-                if pack in passed or not entries:
+            for pack, table in tables:
+                if pack in passed or not len(table):
                     continue
                 passed.add(pack)
-                gathered[pack] = entries
-                count += len(entries)
+                gathered[pack] = table
+                count += len(table)
                 if count >= _GATHERED:
                     runs += self._run(gathered)
                     gathered, count = {}, 0
@@ -177,7 +174,7 @@ class Segments:
             if touched:
                 self._settle([one for one in segments if one not in touched], touched, left, gone)
 
-    def _run(self, tables: Mapping[PackId, Sequence[PackEntry]]) -> list[Segment]:
+    def _run(self, tables: Mapping[PackId, PackTable]) -> list[Segment]:
         if not tables:
             return []
         packs, rows = rows_of(tables)

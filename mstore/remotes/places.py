@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from itertools import pairwise
 from typing import Final
+
+import numpy as np
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.elsewhere import KnownPlaces
 from mstore.blocks.location import Key, Location
-from mstore.blocks.packs import NO_BASE, Kind, PackEntry, table_entries
+from mstore.blocks.pack_tables import Numbers, PackTable, entries_of, read_tables
+from mstore.blocks.packs import NO_BASE, Kind
 from mstore.blocks.reader import RECORD_LIMIT, located
 from mstore.blocks.segments import Segments
 from mstore.remotes.layout import PackRow
@@ -25,8 +29,8 @@ _MOST_READ: Final = 4 << 20
 """Bytes of tables that one request, or one for each of neighbours, brings."""
 _KEPT: Final = 48 << 20
 """Bytes of tables that are held in memory until they become rows of segments."""
-_CODECS: Final = frozenset(Codec)
-_DELTAS: Final = frozenset(codec for codec in Codec if codec.is_delta)
+_IS_CODEC: Final = np.isin(np.arange(256), list(Codec))
+_IS_DELTA: Final = np.isin(np.arange(256), [codec for codec in Codec if codec.is_delta])
 
 
 class RemotePlaces(KnownPlaces):
@@ -47,66 +51,71 @@ class RemotePlaces(KnownPlaces):
         new = [row for id, row in rows.items() if id not in known]
         # The segments are locked for what is in memory, not for requests: other commands of this
         # store wait for no network, and one that ends early leaves what it has read.
-        with closing(self._read(new)) as tables:
-            for some in in_groups(tables, lambda one: len(one[1]), _KEPT):
-                self._segments.add(
-                    (row.pack, self._checked(row, data, state.root.block_size))
-                    for row, data in some
-                )
+        with closing(self._read(new, state.root.block_size)) as tables:
+            for some in in_groups(tables, lambda one: one[1].nbytes, _KEPT):
+                self._segments.add(some)
         self._there = set(rows)
 
-    def _read(self, rows: Sequence[PackRow]) -> Generator[tuple[PackRow, Buffer]]:
-        """Yield rows with the bytes of their tables, several requests ahead."""
-        by_table: dict[str, list[PackRow]] = defaultdict(list)
+    def _read(
+        self, rows: Sequence[PackRow], block_size: int
+    ) -> Generator[tuple[PackId, PackTable]]:
+        """Yield packs with their tables, several requests ahead.
+
+        Raises Corrupt for an entry that cannot be, Unavailable.
+        """
+        by_object: dict[str, list[PackRow]] = defaultdict(list)
         for row in rows:
-            by_table[row.table_name].append(row)
+            by_object[row.table_name].append(row)
         groups = [
-            few
-            for some in by_table.values()
+            (name, few)
+            for name, some in by_object.items()
             for few in in_groups(
                 sorted(some, key=lambda row: row.offset), lambda row: row.length, _MOST_READ
             )
         ]
 
-        def read(few: Sequence[PackRow]) -> list[Buffer]:
-            spans = [(row.offset, row.length) for row in few]
-            return self._remote.objects.read_each(few[0].table_name, spans)
+        def read(group: tuple[str, Sequence[PackRow]]) -> list[Buffer]:
+            name, few = group
+            return self._remote.objects.read_each(name, [(row.offset, row.length) for row in few])
 
         with closing(read_several(groups, read)) as done:
-            for few, found in done:
-                yield from zip(few, found, strict=True)
-
-    def _checked(self, row: PackRow, data: Buffer, block_size: int) -> Sequence[PackEntry]:
-        """Return the entries of a table. Raises Corrupt for one that is not what the row says."""
-        where = f"{self._remote.where}/{row.table_name}"
-        entries = table_entries(row.pack, bytes(data), where)
-        for entry in entries:
-            require_possible(entry, row, block_size, where)
-        return entries
+            for (name, few), found in done:
+                where = f"{self._remote.where}/{name}"
+                packs = [row.pack for row in few]
+                parts = list(zip(packs, map(bytes, found), strict=True))
+                table, places = read_tables(parts, where)
+                sizes = np.repeat([row.size for row in few], np.diff(places))
+                require_possible(table, sizes, block_size, where)
+                for pack, (start, end) in zip(packs, pairwise(places), strict=True):
+                    yield pack, table[start:end]
 
     def entries(self, row: PackRow, block_size: int) -> list[tuple[Key, Location]]:
         """Return what the table of one pack says. Raises Corrupt, Unavailable."""
-        [(_, data)] = self._read([row])
-        entries = self._checked(row, data, block_size)
-        return [((Kind(one.kind), one.id), located(row.pack, one)) for one in entries]
+        [(pack, table)] = self._read([row], block_size)
+        return [((Kind(one.kind), one.id), located(pack, one)) for one in entries_of(table)]
 
 
-def require_possible(entry: PackEntry, row: PackRow, block_size: int, where: str) -> None:
+def require_possible(table: PackTable, sizes: Numbers, block_size: int, where: str) -> None:
     """Raise Corrupt for an entry whose lengths or codec cannot be, before memory is taken for it.
 
-    A table is proved by its pack's name; but who made the pack may be a stranger.
+    sizes: bytes of the pack of each entry. A table is proved by its pack's name; but who made the
+    pack may be a stranger. Raises Incompatible for a codec of a newer version.
     """
-    codec = entry.codec
-    if codec not in _CODECS:
+    codec, stored, plain = table["codec"], table["stored"], table["plain"]
+    if not _IS_CODEC[codec].all():
         raise Incompatible(
-            f"codec {codec} is of a newer mstore", where=where, hint="pip install -U mstore"
+            f"codec {codec[~_IS_CODEC[codec]][0]} is of a newer mstore",
+            where=where,
+            hint="pip install -U mstore",
         )
-    stored, plain = entry.stored_length, entry.raw_length
-    if entry.kind == Kind.BLOCK:
-        is_possible = max(stored, plain) <= block_size and (
-            (codec in _DELTAS) == (entry.base != NO_BASE)
-        )
-    else:
-        is_possible = codec == Codec.RAW and stored == plain <= RECORD_LIMIT
-    if not is_possible or entry.offset + stored > row.size:
-        raise Corrupt(f"impossible entry {entry.id.hex()[:12]} of pack {row.pack}", where=where)
+    has_base = table["base"] != np.void(NO_BASE)
+    is_possible = np.where(
+        table["kind"] == Kind.BLOCK,
+        (np.maximum(stored, plain) <= block_size) & (_IS_DELTA[codec] == has_base),
+        (codec == Codec.RAW) & (stored == plain) & (plain <= RECORD_LIMIT),
+    )
+    # The table's own check has shown that this is no overflow.
+    is_possible &= table["offset"] + stored <= sizes
+    if not is_possible.all():
+        [bad, *_] = entries_of(table[~is_possible])
+        raise Corrupt(f"impossible entry {bad.id.hex()[:12]} of a pack", where=where)

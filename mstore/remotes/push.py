@@ -23,7 +23,8 @@ import msgspec
 
 from mstore import fs
 from mstore.blocks.location import Key, Location
-from mstore.blocks.packs import ENTRY, HEADER_BYTES, NO_BASE, Kind, table_entries
+from mstore.blocks.pack_tables import entries_of, read_tables
+from mstore.blocks.packs import ENTRY, HEADER_BYTES, NO_BASE, Kind
 from mstore.remotes import layout, statistics
 from mstore.remotes.layout import (
     MOST_MOVES,
@@ -221,7 +222,7 @@ class Push:
             with suppress(Corrupt, Absent, StorageFailed, ValueError, msgspec.MsgspecError):
                 one = msgspec.msgpack.decode(fs.read_file(path, 1 << 30), type=tuple[int, bytes])
                 pack = PackId(bytes.fromhex(name))
-                table_entries(pack, one[1], str(path))
+                read_tables([(pack, one[1])], str(path))
                 row = state.packs().get(pack)
                 is_stray = row is None or (row.is_there and not row.is_known)
                 if is_stray and self._remote.objects.size(pack_name(pack)) == one[0]:
@@ -231,7 +232,7 @@ class Push:
 
     def _note_sent(self, one: _Sent) -> None:
         self._sent[one.pack] = one
-        for entry in table_entries(one.pack, one.table, ""):
+        for entry in entries_of(read_tables([(one.pack, one.table)], "")[0]):
             key = Kind(entry.kind), entry.id
             # One that needs no base goes before one that does.
             if key not in self._at or entry.base == NO_BASE:

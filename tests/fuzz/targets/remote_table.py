@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 from mutation import Form
 
 from mstore.blocks.codecs import Codec
-from mstore.blocks.packs import ENTRY, HEADER_BYTES, NO_BASE, Kind, PackEntry, header, table_entries
+from mstore.blocks.pack_tables import entries_of, read_tables
+from mstore.blocks.packs import ENTRY, HEADER_BYTES, NO_BASE, Kind, PackEntry, header
 from mstore.remotes.layout import PackRow, PackState
 from mstore.remotes.places import require_possible
 from mstore.terms.ids import PackId
@@ -25,8 +27,9 @@ def target(data: bytes) -> None:
     )
     if row.problem() is not None:
         return
-    for entry in table_entries(row.pack, data, "input"):
-        require_possible(entry, row, BLOCK, "input")
+    table, _ = read_tables([(row.pack, data)], "input")
+    require_possible(table, np.full(len(table), SIZE), BLOCK, "input")
+    for entry in entries_of(table):
         assert entry.offset + entry.stored_length <= SIZE
         if entry.kind == Kind.BLOCK:
             assert max(entry.stored_length, entry.raw_length) <= BLOCK
