@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Done, Program, run_once
-from servers import Server, moto
+from servers import Server, moto, s3_environment
 from small_models import BLOCK, files_of, small_model
 from test_cli_commands import write_keys
 
@@ -522,6 +523,66 @@ def test_ctrl_c_ends_a_slow_push(here: Program, tmp_path: Path) -> None:
         process.wait()
     assert process.returncode == 130
     assert told == "interrupted\nhint: the same command goes on from what was transferred\n"
+
+
+def test_ctrl_c_does_not_wait_for_a_silent_server(tmp_path: Path) -> None:
+    """A command that waits for the answer of a server that never answers ends when it is
+    interrupted, long before that request would."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "mstore_cli", "clone", "--lazy", "s3://bucket/family"]
+        process = subprocess.Popen(
+            [*command, str(tmp_path / "clone")],
+            env=os.environ | s3_environment(endpoint),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            silent.settimeout(60)
+            connection, _ = silent.accept()
+            with connection:
+                assert connection.recv(1)
+                began = time.monotonic()
+                process.send_signal(signal.SIGINT)
+                _, told = process.communicate(timeout=100)
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode == 130
+    assert told.splitlines()[-1] == "interrupted"
+    # A request ends after 120 s, and is tried again.
+    assert time.monotonic() - began < 60
+
+
+WAITS = """
+import time
+from mstore_cli import main
+main._hear_ctrl_c()
+try:
+    print("ready", flush=True)
+    time.sleep(600)
+finally:
+    time.sleep(600)
+"""
+
+
+def test_second_ctrl_c_waits_for_nothing() -> None:
+    """Where the first Ctrl-C has to wait for what is under way, the program says so, and a second
+    one ends it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            told = process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+    assert told == "note: waiting for what is under way; Ctrl-C again does not wait\n"
 
 
 # Object storage: where requests go, and whose credentials

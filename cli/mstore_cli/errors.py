@@ -187,6 +187,13 @@ def warn(text: str, hint: str | None = None) -> None:
         sys.stderr.flush()
 
 
+def note(text: str) -> None:
+    """Tell people on standard error what happens."""
+    with suppress(OSError):
+        _say(sys.stderr, "note", "33", text)
+        sys.stderr.flush()
+
+
 def remarks(lines: Iterable[str], stream: TextIO | None = None) -> None:
     """Report on standard error what succeeded only after a correction, and the correction."""
     with suppress(OSError):

@@ -7,11 +7,18 @@ commands: each command imports what it needs when it runs.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from types import FrameType
+from typing import Final
 
 from mstore_cli import completion, errors, output, tree
 from mstore_cli.command import Line
+
+_PATIENCE: Final = 2.0
+"""Seconds after Ctrl-C until people learn what the program waits for."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -54,8 +61,31 @@ def _discard_rest() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _hear_ctrl_c() -> None:
+    """Let the first Ctrl-C stop the work, which may wait for a server, and the second one all."""
+
+    def tell() -> None:
+        errors.note("waiting for what is under way; Ctrl-C again does not wait")
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # What is published is whole, wherever a process ends.
+        os._exit(errors.INTERRUPTED)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, end)
+        telling = threading.Timer(_PATIENCE, tell)
+        telling.daemon = True
+        telling.start()
+        raise KeyboardInterrupt
+
+    # A shell has what runs in the background ignore it.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, stop)
+
+
 def main() -> None:
     """The entry point of the installed program."""
+    _hear_ctrl_c()
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -64,4 +94,8 @@ def main() -> None:
     if completion.VARIABLE in os.environ:
         # Exits the process.
         tree.build()(prog_name=tree.PROGRAM)
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    if status == errors.INTERRUPTED:
+        # Python would wait for threads, and they for servers.
+        os._exit(status)
+    sys.exit(status)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -329,10 +330,30 @@ def _ignores(where: str) -> Incompatible:
     )
 
 
+def _heeding_ctrl_c(ask: Callable[[], T]) -> T:
+    """Call obstore, for the main thread in another one.
+
+    Python hears Ctrl-C only where the main thread waits in Python, and a server may be silent for
+    two minutes. What was asked then ends by itself.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return ask()
+    answer: Future[T] = Future()
+
+    def answered() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:  # noqa: BLE001 -- raised where it was asked
+            answer.set_exception(error)
+
+    threading.Thread(target=answered, name="ask", daemon=True).start()
+    return answer.result()
+
+
 def _translated(where: str, ask: Callable[[], T], denied: Text) -> T:
     """Call obstore. Its errors have no place in the chain of those that this raises."""
     try:
-        return ask()
+        return _heeding_ctrl_c(ask)
     except (MstoreError, KeyboardInterrupt):
         raise
     except BaseException as error:
