@@ -63,6 +63,7 @@ class View:
     failure: BaseException | None = None
     short: int = 0
     prefetched: list[tuple[str, int, int]] = field(default_factory=list)
+    read_ahead: int = 8 << 20
 
     def read_into(self, path: str, offset: int, target: memoryview) -> int:
         if self.failure is not None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from mstore_fuse.readahead import PREFETCH, Sequence
+from mstore_fuse.readahead import Sequence
 
 MIB = 1 << 20
+WINDOW = 8 * MIB
 
 
 def plain(size: int) -> Sequence:
     """Of a file without tensors."""
-    return Sequence(size, lambda offset, length: offset + length)
+    return Sequence(size, lambda offset, length: offset + length, WINDOW)
 
 
 def asked(sequence: Sequence, offsets: list[int], size: int = MIB) -> list[tuple[int, int]]:
@@ -21,15 +22,27 @@ def asked(sequence: Sequence, offsets: list[int], size: int = MIB) -> list[tuple
 
 
 def test_a_sequential_reader_is_read_ahead_for_once() -> None:
-    """From front to back: every byte past the start is announced once, none twice, none beyond."""
+    """From front to back: every byte past the start is announced once, none twice, and as many of
+    what follows the file as of what follows in it."""
     size = 64 * MIB + 17
     ahead = asked(plain(size), list(range(0, size, MIB)))
-    assert len(ahead) < 24
+    assert len(ahead) < 40
     for (start, length), (following, _) in pairwise(ahead):
         assert start + length == following
-    assert ahead[0][0] <= 4 * MIB
-    assert sum(ahead[-1]) == size
-    assert all(length <= PREFETCH for _, length in ahead)
+    assert ahead[0][0] == 2 * MIB
+    assert size + WINDOW * 3 // 4 <= sum(ahead[-1]) <= size + WINDOW
+    assert all(length <= WINDOW for _, length in ahead)
+
+
+def test_what_is_announced_grows_with_what_was_read() -> None:
+    """A reader of little is not read ahead for far: no more than twice what it has read."""
+    sequence = plain(64 * MIB)
+    furthest = 0
+    for number in range(20):
+        told = sequence.next_after(number * MIB // 8, MIB // 8)
+        furthest = max(furthest, sum(told or (0, 0)))
+        assert furthest <= 3 * (number + 1) * MIB // 8
+    assert furthest > 5 * MIB
 
 
 def test_threads_may_shuffle_a_sequential_reader() -> None:
@@ -46,10 +59,11 @@ def test_threads_may_shuffle_a_sequential_reader() -> None:
 
 
 def test_a_random_reader_is_left_alone() -> None:
-    """Reads all over the file cause no prefetch."""
+    """Reads all over the file cause next to no prefetch: only where two are neighbours by chance."""
     draw = random.Random(7)
     offsets = [draw.randrange(0, 1 << 34) for _ in range(500)]
-    assert not asked(plain(1 << 34), offsets, 128 << 10)
+    ahead = asked(plain(1 << 34), offsets, 128 << 10)
+    assert sum(length for _, length in ahead) < 500 * (128 << 10) // 20
 
 
 def test_after_a_jump_reading_ahead_starts_again() -> None:
@@ -62,9 +76,9 @@ def test_after_a_jump_reading_ahead_starts_again() -> None:
     assert far < ahead[0][0] <= far + 5 * MIB
 
 
-def test_a_small_file_is_not_announced() -> None:
-    """Where the file ends soon there is nothing to read ahead."""
-    assert not asked(plain(2 * MIB), [0, MIB])
+def test_a_header_is_not_announced() -> None:
+    """Who reads only the begin of a file is not read ahead for."""
+    assert not asked(plain(64 * MIB), [0])
 
 
 def test_a_tensor_is_announced_from_its_begin() -> None:
@@ -74,7 +88,7 @@ def test_a_tensor_is_announced_from_its_begin() -> None:
     def continues_to(offset: int, size: int) -> int:
         return end if offset <= begin < offset + size else offset + size
 
-    sequence = Sequence(1 << 34, continues_to)
+    sequence = Sequence(1 << 34, continues_to, WINDOW)
     asked(sequence, [0, MIB])
     ahead = asked(sequence, list(range(100 * MIB, 141 * MIB, MIB)))
     assert ahead[0][0] == 101 * MIB

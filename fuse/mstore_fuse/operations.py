@@ -118,7 +118,8 @@ class _Handle:
 
     def __init__(self, file: OpenFile) -> None:
         self.file = file
-        self.sequence = Sequence(file.size, functools.partial(file.view.continues_to, file.path))
+        continues_to = functools.partial(file.view.continues_to, file.path)
+        self.sequence = Sequence(file.size, continues_to, file.view.read_ahead)
         self.settled = file.keep_cache
 
 

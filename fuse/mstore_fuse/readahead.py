@@ -19,12 +19,10 @@ ENTRIES = "/sys/class/bdi"
 KERNEL_READ_AHEAD = 1 << 20
 """Bytes; the largest request that FUSE sends."""
 
-PREFETCH = 8 << 20
-"""How many bytes to prefetch ahead of a sequential reader."""
-
 _READERS = 8
 _NEAR = 4 << 20
-_SEQUENTIAL_AFTER = 3
+_STEPS = 4
+"""Prefetch in so many parts of a window: a call for each read would cost more than it saves."""
 
 
 def widen(name: str, size: int = KERNEL_READ_AHEAD) -> bool:
@@ -45,15 +43,18 @@ def widen(name: str, size: int = KERNEL_READ_AHEAD) -> bool:
 
 @dataclass(slots=True)
 class _Stream:
-    """One reader: how far it has read, what was prefetched, how many reads followed another.
+    """One reader: from where to where it has read, and how far what was prefetched goes.
 
-    limit: where prefetching stops, until the reader itself goes on.
+    limit: where prefetching stops, until the reader itself goes on. is_sure: whether it will read
+    so far. follows: whether one of its reads followed another.
     """
 
+    begin: int
     end: int
     ahead: int
-    streak: int
     limit: int
+    is_sure: bool = False
+    follows: bool = False
 
 
 class Sequence:
@@ -62,28 +63,32 @@ class Sequence:
     The kernel sends the parts of one read-ahead to several threads at once, so a read counts as the
     next one of a reader if it starts near the furthest byte that it has read, before or after it. A
     read elsewhere is that of another reader. One that reads the begin of a tensor will read all of
-    the tensor.
+    the tensor. For others the window grows with what they have read, up to `window` bytes. It goes
+    on behind the end of the file: whoever reads a model reads its files one after the other.
     """
 
-    __slots__ = ("_continues_to", "_lock", "_size", "_streams")
+    __slots__ = ("_continues_to", "_end", "_lock", "_streams", "_window")
 
-    def __init__(self, size: int, continues_to: Callable[[int, int], int]) -> None:
+    def __init__(self, size: int, continues_to: Callable[[int, int], int], window: int) -> None:
         """`size` is the file's, in bytes; `continues_to` as that of `tree.MountView`."""
-        self._size = size
+        self._end = size + window
         self._continues_to = continues_to
-        self._streams = [_Stream(0, 0, 0, size)]
+        self._window = window
+        self._streams = [_Stream(0, 0, 0, self._end)]
         self._lock = threading.Lock()
 
     def next_after(self, offset: int, size: int) -> tuple[int, int] | None:
         """Note a read; return (offset, size) of what to prefetch now, or None."""
         with self._lock:
             stream = self._stream(offset, size)
-            if stream.streak < _SEQUENTIAL_AFTER:
+            if not (stream.is_sure or stream.follows):
                 return None
+            window = self._window
+            if not stream.is_sure:
+                window = min(window, 2 * (stream.end - stream.begin))
             start = max(stream.ahead, stream.end)
-            stop = min(stream.end + PREFETCH, stream.limit)
-            # Prefetch in halves: a call for each read would cost more than it saves.
-            if start - stream.end > PREFETCH // 2 or start >= stop:
+            stop = min(stream.end + window, stream.limit)
+            if start >= stop or start - stream.end > window - window // _STEPS:
                 return None
             stream.ahead = stop
             return start, stop - start
@@ -93,19 +98,20 @@ class Sequence:
         for stream in self._streams:
             if abs(offset - stream.end) <= _NEAR:
                 self._streams.remove(stream)
-                stream.streak += 1
+                # What programs read first of a file is its header.
+                stream.follows |= stream.end > 0
                 stream.end = max(stream.end, end)
                 if stream.end > stream.limit:
-                    stream.limit = self._size
+                    stream.limit, stream.is_sure = self._end, False
                 break
         else:
-            stream = _Stream(end, end, 0, self._size)
+            stream = _Stream(offset, end, end, self._end)
             del self._streams[_READERS - 1 :]
         # Not at 0: many programs read the header of a file, and no tensor.
-        if stream.streak < _SEQUENTIAL_AFTER and offset:
+        if not stream.follows and offset:
             limit = self._continues_to(offset, size)
             if limit > stream.end:
-                stream.streak, stream.limit = _SEQUENTIAL_AFTER, limit
+                stream.is_sure, stream.limit = True, limit
         # The reader that read last comes first, and the last of them goes.
         self._streams.insert(0, stream)
         return stream

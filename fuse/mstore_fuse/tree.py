@@ -76,8 +76,13 @@ class MountView(Protocol):
         """Return the end of the tensor that begins in these bytes, or the end of the bytes."""
         ...
 
+    @property
+    def read_ahead(self) -> int:
+        """How many bytes to prefetch for a reader who reads one after the other."""
+        ...
+
     def prefetch(self, path: str, offset: int, size: int, /) -> None:
-        """Hint that these bytes will be read soon."""
+        """Hint that these bytes will be read soon; behind the end, of the file that follows."""
         ...
 
 

@@ -32,7 +32,8 @@ JOBS: Final = 8
 """Requests at once for what is needed soon."""
 _AHEAD_BYTES: Final = 64 << 20
 """Bytes that were asked for ahead and not read yet."""
-_REQUEST_BYTES: Final = 4 << 20
+_REQUEST_BYTES: Final = 2 << 20
+"""Bytes of one request at most: smaller ones keep all connections busy, each at its own pace."""
 _GAP: Final = 64 << 10
 """Bytes between two ranges that are brought, too, rather than asked around: at most so many."""
 _WASTE: Final = 16

@@ -66,7 +66,7 @@ def in_groups(
         yield group
 
 
-READ_AHEAD: Final = 16 << 20
+READ_AHEAD: Final = 32 << 20
 """Most bytes that are asked for ahead: disks and remotes are faster with many requests at a time.
 
 The page cache of the kernel holds them, or what reads a remote.

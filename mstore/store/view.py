@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE
 from mstore.checkpoint.header import parse_header
 from mstore.store import contents
-from mstore.store.ahead import read_ahead
+from mstore.store.ahead import READ_AHEAD, read_ahead
 from mstore.store.block_cache import (
     BlockCache,
     Extent,
@@ -38,6 +39,9 @@ from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.terms.errors import BadRequest, Incompatible, MstoreError, NotFound, did_you_mean
 from mstore.terms.ids import BlockId, Buffer, ManifestId, PackId, SnapshotId, TensorId, VirtualId
 from mstore.terms.phrases import call, phrase
+
+_READ_AHEAD_ON_DISK: Final = 8 << 20
+"""Bytes that are asked for ahead where the kernel has them soon."""
 
 
 class PhysicalExtent(msgspec.Struct, frozen=True):
@@ -297,13 +301,33 @@ class SnapshotView:
             return end
         return max(end, starts[number + 1])
 
+    @property
+    def read_ahead(self) -> int:
+        """How many bytes to prefetch for a reader who reads one after the other."""
+        is_lazy = self._catalog.index.elsewhere is not None
+        return READ_AHEAD if is_lazy else _READ_AHEAD_ON_DISK
+
     def prefetch(self, path: str, offset: int, size: int) -> None:
-        """Have the kernel read, and other threads decode or compute, what a reader needs next."""
-        if path not in self._files:
-            return
+        """Have the kernel read, and other threads decode or compute, what a reader needs next.
+
+        What a tensor file has not of these bytes are the first ones of the next in its directory.
+        """
         # What is missing is an error for whoever reads it, not for who reads what comes before.
         with suppress(MstoreError):
-            self._prefetch(list(self.extents(path, offset, size)))
+            found = list(self.extents(path, offset, size))
+            behind = offset - self._opened(path).file.size
+            following = self._following(path) if behind + size > 0 else None
+            if following is not None:
+                found += self.extents(following, max(0, behind), min(size, behind + size))
+            self._prefetch(found)
+
+    def _following(self, path: str) -> str | None:
+        """Return the tensor file that follows one in its directory, by name."""
+        if self._opened(path).file.form != SAFETENSORS:
+            return None
+        directory = PurePosixPath(path).parent
+        near = (one for one in self.tensor_files() if PurePosixPath(one).parent == directory)
+        return next((one for one in near if one > path), None)
 
     def _prefetch(self, extents: Sequence[Extent]) -> None:
         stored = {one.block: None for one in extents if not isinstance(one.block, VirtualBlock)}
