@@ -59,7 +59,7 @@ def test_threads_may_shuffle_a_sequential_reader() -> None:
 
 
 def test_a_random_reader_is_left_alone() -> None:
-    """Reads all over the file cause next to no prefetch: only where two are neighbours by chance."""
+    """Reads all over the file cause next to no prefetch: some are neighbours by chance."""
     draw = random.Random(7)
     offsets = [draw.randrange(0, 1 << 34) for _ in range(500)]
     ahead = asked(plain(1 << 34), offsets, 128 << 10)

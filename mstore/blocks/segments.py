@@ -52,7 +52,7 @@ from mstore.terms.errors import Corrupt, StorageFailed
 from mstore.terms.ids import ID_BYTES, PackId, SegmentId
 
 LIST: Final = "list"
-_GATHERED: Final = 1 << 17
+_GATHERED: Final = 1 << 18
 """Rows that are sorted in memory."""
 _MERGED: Final = 1 << 16
 """Rows in memory while segments are merged."""
@@ -139,7 +139,7 @@ class Segments:
     def add(self, tables: Iterable[tuple[PackId, PackTable]]) -> None:
         """Add the rows of packs, given their tables; pass over packs that are there already.
 
-        Holds the tables of an eighth of a million rows, and at least of one pack.  An error, or
+        Holds the tables of a quarter of a million rows, and at least of one pack.  An error, or
         the end of the process, leaves the rows as they were.
         """
         with self._changing() as segments:

@@ -32,7 +32,7 @@ PROBE_PUTS: Final = 4
 """How often `probe` puts something."""
 MOST_JOBS: Final = 16
 """Parts that are sent at once, at most: with `PIECE_BYTES` each, 128 MiB."""
-_READS: Final = 8
+_READS: Final = 16
 """Requests at once."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")

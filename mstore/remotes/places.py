@@ -27,7 +27,7 @@ from mstore.terms.ids import Buffer, PackId
 
 _MOST_READ: Final = 4 << 20
 """Bytes of tables that one request, or one for each of neighbours, brings."""
-_KEPT: Final = 48 << 20
+_KEPT: Final = 16 << 20
 """Bytes of tables that are held in memory until they become rows of segments."""
 _IS_CODEC: Final = np.isin(np.arange(256), list(Codec))
 _IS_DELTA: Final = np.isin(np.arange(256), [codec for codec in Codec if codec.is_delta])

@@ -20,7 +20,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -37,6 +37,7 @@ from mstore.remotes.objects import (
     Objects,
     Overtaken,
     RootStamp,
+    read_several,
     requests_to_put,
 )
 from mstore.terms.errors import Conflict, Corrupt, StorageFailed
@@ -68,12 +69,13 @@ class RemoteState:
         if kind not in self._rows:
             found: dict[bytes, Any] = {}
             last: bytes | None = None
-            for named in self.root.of(kind):
-                some = {row.key: row for row in self._read(named)}
-                if last is not None and next(iter(some)) <= last:
-                    raise Corrupt(f"the remote's lists of {kind} overlap", where=named.id)
-                found |= some
-                last = next(reversed(some))
+            with closing(read_several(self.root.of(kind), self._read)) as lists:
+                for named, rows in lists:
+                    some = {row.key: row for row in rows}
+                    if last is not None and next(iter(some)) <= last:
+                        raise Corrupt(f"the remote's lists of {kind} overlap", where=named.id)
+                    found |= some
+                    last = next(reversed(some))
             self._rows[kind] = found
         return self._rows[kind]
 
