@@ -13,6 +13,8 @@ from mstore_cli.sizes import (
     format_share,
     format_size,
     parse_budget,
+    parse_rate,
+    parse_seconds,
     parse_size,
 )
 
@@ -54,6 +56,33 @@ def test_whole_sizes_are_exact(number: int, unit: str) -> None:
     """A whole number of units is that many bytes, without a float's rounding."""
     if number * UNITS[unit] <= MAX_SIZE:
         assert parse_size(f"{number}{unit}", option="x") == number * UNITS[unit]
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("200Mbit", 25_000_000), ("1 gbit", 125_000_000), ("1Kbit", 125), ("20MiB", 20 << 20)],
+)
+def test_rate(text: str, rate: int) -> None:
+    """A rate is a size a second, or bits in powers of 1000."""
+    assert parse_rate(text, option="--rate") == rate
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("20ms", 0.02), ("0.5s", 0.5), ("0 ms", 0)])
+def test_seconds(text: str, seconds: float) -> None:
+    """A time is written in milliseconds or seconds."""
+    assert parse_seconds(text, option="--latency") == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "20", "20min", "-1ms", "1.ms", "fast"])
+def test_not_a_time_nor_a_rate(text: str) -> None:
+    """Anything else is refused, with the option named and a way to write it."""
+    for parse in (parse_seconds, parse_rate):
+        if parse is parse_rate and text == "20":
+            continue
+        with pytest.raises(BadRequest) as caught:
+            parse(text, option="--latency")
+        assert caught.value.where == "--latency"
+        assert caught.value.hint
 
 
 @pytest.mark.parametrize(("text", "share"), [("30%", 0.3), ("100%", 1.0), ("0%", 0.0)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli_runs import Program
+from cli_runs import Program, run_once
 from test_cli_commands import SHAREABLE, write_model
 
 from mstore_cli.keys import DOCUMENTS, OBJECTS, keys_of
@@ -52,6 +52,30 @@ def test_sweep_for_people(mstore: Program, tmp_path: Path) -> None:
     assert str(picture) in done.out
 
 
+def test_a_sweep_of_a_lazy_store_has_seconds(mstore: Program, tmp_path: Path) -> None:
+    """Where blocks are only at a remote, a sweep shows how much of them each plan needs, and with
+    --rate how long that takes to come; elsewhere it does not."""
+    url = (tmp_path / "remote").as_uri()
+    mstore.succeed("remote", "add", "origin", url)
+    mstore.succeed("push", "origin", "--all")
+    mstore.succeed("remote", "rm", "origin")
+    lazy = Program(tmp_path / "lazy")
+    assert run_once(["clone", "--lazy", url, str(lazy.store)]).status == 0
+    link = ["--rate", "8Mbit", "--latency", "100ms"]
+    told = lazy.succeed("plan", *SHAREABLE, "--sweep", *link).lines
+    assert "NOT HERE" in told[0]
+    assert "DOWNLOAD" in told[0]
+    points = lazy.succeed("plan", *SHAREABLE, "--sweep", "--json").document["points"]
+    sizes = [point["bytes_not_here"] for point in points]
+    assert sizes == sorted(sizes)
+    assert 0 < sizes[0] < sizes[-1]
+    seconds = [float(line.split(" s ")[0].split()[-1]) for line in told[1:21]]
+    for size, took in zip(sizes, seconds, strict=True):
+        assert size / 1e6 + 0.1 <= took + 0.01 <= size / 1e6 + 0.5
+    assert "not here" in lazy.succeed("plan", *SHAREABLE).out
+    assert "NOT HERE" not in mstore.succeed("plan", *SHAREABLE, "--sweep").lines[0]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -59,6 +83,9 @@ def test_sweep_for_people(mstore: Program, tmp_path: Path) -> None:
         ["--sweep", "--max-error", "0.1"],
         ["--sweep", "-o", "plan.json"],
         ["--measure"],
+        ["--rate", "200Mbit"],
+        ["--sweep", "--rate", "fast"],
+        ["--sweep", "--rate", "200Mbit", "--latency", "20"],
         ["--svg", "x.svg"],
     ],
 )

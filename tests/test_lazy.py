@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,30 @@ def test_a_merge_reads_its_plan(family: Place, lazy: Store) -> None:
     # Gaps between ranges are a sixteenth of these at most.
     assert made.remote_bytes == traffic(lazy).bytes <= read * 17 // 16
     sound(lazy)
+
+
+def test_a_plan_says_what_a_merge_brings(lazy: Store) -> None:
+    """`bytes_not_here` of a plan, and of a point of a sweep, is what its merge brings: expert and
+    base blocks that are not stored here, and what they are differences to."""
+    request = MergeRequest(
+        base="base", experts=["e1", "e2"], method="linear", skip=["i"], budget="60%"
+    )
+    plan = lazy.plan(request, threads=1)
+    [low, high] = lazy.sweep(replace(request, budget=None), shares=[0.6, 1], threads=1).points
+    assert traffic(lazy) == Traffic()
+    told = plan.bytes_not_here
+    assert told is not None
+    assert told == low.bytes_not_here < high.bytes_not_here
+    made = lazy.merge(plan, name="m", threads=1)
+    # Gaps between ranges are a sixteenth of these at most.
+    assert told <= made.remote_bytes <= told * 17 // 16
+    assert low.download_seconds(told, 0) == 1
+    assert low.download_seconds(told, 1) >= 2
+    # The merge made blocks that are here, and the memo table knows them.
+    again = lazy.plan(request, threads=1)
+    assert again.bytes_not_here == 0
+    lazy.prefetch(every=True)
+    assert lazy.plan(replace(request, budget=None), threads=1).bytes_not_here == 0
 
 
 def test_a_merge_leans_on_the_base(lazy: Store) -> None:

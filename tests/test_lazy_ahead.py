@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mstore.blocks.elsewhere import REQUESTS
 from mstore.remotes import lazy
 from mstore.remotes.cache import PartCache
 from mstore.remotes.layout import pack_name
@@ -135,7 +136,7 @@ def within(seconds: float, call: Callable[[], None]) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little memory and small requests."""
     monkeypatch.setattr(lazy, "_AHEAD_BYTES", 1200)
-    monkeypatch.setattr(lazy, "_REQUEST_BYTES", 400)
+    monkeypatch.setattr(lazy, "REQUEST_BYTES", 400)
 
 
 STEPS = st.lists(st.tuples(st.sampled_from(["need", "read", "fail", "forget"]), spans()))
@@ -176,7 +177,7 @@ def test_any_order(
                 except Unavailable:
                     assert is_bad
             # What is being brought counts too.
-            assert place.held() <= lazy._AHEAD_BYTES + lazy._REQUEST_BYTES
+            assert place.held() <= lazy._AHEAD_BYTES + lazy.REQUEST_BYTES
         place.parts.close()
 
     try:
@@ -224,17 +225,17 @@ def test_a_small_rest_keeps_no_large_piece(tmp_path: Path) -> None:
     """Of ranges that came in one request, those that were read are forgotten."""
     place = Place(tmp_path, 0)
     place.objects.goes.clear()
-    for number in range(lazy.JOBS):
+    for number in range(REQUESTS):
         # They hold every thread.
         place.need((1, number * 100, 10))
-    for number in range(lazy.JOBS):
+    for number in range(REQUESTS):
         assert place.objects.asked.acquire(timeout=PATIENCE), number
     place.need((0, 0, 2900))
     place.need((0, 2900, 100))
     place.objects.goes.set()
     assert place.read((0, 0, 2900)) == right((0, 0, 2900))
     within(PATIENCE, lambda: [one.data.result() for one in place.parts._spans[PACKS[0]]] and None)
-    assert place.held() <= 100 + lazy.JOBS * 10
+    assert place.held() <= 100 + REQUESTS * 10
     place.parts.close()
 
 
@@ -288,9 +289,9 @@ def test_close_while_requests_run(tmp_path: Path) -> None:
     """Close cancels what waits and ends with what runs; who waited reads or gets an error."""
     place = Place(tmp_path, 0)
     place.objects.goes.clear()
-    for number in range(2 * lazy.JOBS):
+    for number in range(2 * REQUESTS):
         place.need((number % 2, number * 150, 20))
-    for _ in range(lazy.JOBS):
+    for _ in range(REQUESTS):
         assert place.objects.asked.acquire(timeout=PATIENCE)
     told: list[bytes | MstoreError] = []
 
@@ -300,7 +301,7 @@ def test_close_while_requests_run(tmp_path: Path) -> None:
         except MstoreError as error:
             told.append(error)
 
-    numbers = range(2 * lazy.JOBS)
+    numbers = range(2 * REQUESTS)
     readers = [threading.Thread(target=read, args=(number,)) for number in numbers]
     closing = threading.Thread(target=place.parts.close)
     for one in (*readers, closing):

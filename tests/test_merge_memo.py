@@ -22,8 +22,8 @@ from mstore import MergeRequest
 from mstore.api import Store
 from mstore.api.reports import MergeReport, PlanReport
 from mstore.merge.methods import registry
-from mstore.merge.running.finished import memo_expert_bytes
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.outstanding import outstanding
 from mstore.merge.running.slices import ALL_FINITE, NotFinite
 from mstore.merge.running.task import Tasks
 from mstore.store.objects.plan import Plan
@@ -72,12 +72,12 @@ class Place:
 
     def merge(self, plan: PlanReport, name: str = "m", **options: Any) -> MergeReport:
         """Run it; what was read is what the plan and the table say, to the byte."""
-        promised = memo_expert_bytes(
+        promised = outstanding(
             self.store._catalog,
             self.store._memo,
             self.store._catalog.record(Plan, plan.plan),
             plan.planned_expert_bytes,
-        )
+        ).saved
         report = self.store.merge(plan, name=name, **options)
         saved = promised if options.get("memo", True) else 0
         assert report.memo_expert_bytes == saved

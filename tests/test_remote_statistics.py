@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from checkpoints import Tensor, safetensors_bytes
+from cli_runs import Program
 from exchanges import REMOTE, Place, place, placed, refs
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -25,6 +27,8 @@ from mstore.remotes.layout import StatisticsId, StatisticsRow
 from mstore.remotes.statistics import decode, encode, know
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import TensorId
+from mstore.terms.report import Progress, ProgressCallback
+from mstore.terms.sizes import format_size
 
 __all__ = ["place"]
 
@@ -58,7 +62,13 @@ def _add_family(made: Place, base: str | None) -> Store:
     return store
 
 
-def _plan(store: Store, density: float, budget: float, method: str = "ties") -> PlanReport:
+def _plan(
+    store: Store,
+    density: float,
+    budget: float,
+    method: str = "ties",
+    progress: ProgressCallback | None = None,
+) -> PlanReport:
     """Plan a merge of both experts; budget: the share of what they cost in full."""
     request = MergeRequest(
         base="base",
@@ -67,7 +77,7 @@ def _plan(store: Store, density: float, budget: float, method: str = "ties") -> 
         parameters={"density": density},
         budget=f"{100 * budget:g}%",
     )
-    return store.plan(request, allow_noop=True, threads=1)
+    return store.plan(request, allow_noop=True, threads=1, progress=progress)
 
 
 @pytest.mark.parametrize("density", DENSITIES)
@@ -88,6 +98,36 @@ def test_sums_need_no_look(family: Place) -> None:
 def test_other_densities_are_looked_for(family: Place) -> None:
     """At a density that no push looks at, a plan does read: the test above could fail."""
     assert _plan(family.open("clone"), 0.37, 0.5).analyze_bytes_read > 0
+
+
+@pytest.mark.parametrize("what", ["thresholds", "statistics"])
+def test_planning_says_beforehand_what_it_reads(
+    family: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Where exact thresholds or missing statistics take a read of experts, their bytes are told
+    before the first byte comes, and no more are read; the program says so, and how to plan
+    without."""
+    paths = tmp_path / "library", tmp_path / "program", tmp_path / "quiet"
+    for path in paths:
+        Store.clone(family.url, path, lazy=True)
+        if what == "statistics":
+            shutil.rmtree(path / "stats")
+    told: list[tuple[Progress, int]] = []
+    with Store.open(paths[0]) as store:
+        report = _plan(
+            store, 0.37, 0.5, progress=lambda one: told.append((one, store._traffic()[1]))
+        )
+    begun = {one.phase: (one.total, came) for one, came in told if not one.done}
+    total, came = begun[what]
+    assert came == 0
+    looks = sum(begun[phase][0] for phase in ("statistics", "thresholds") if phase in begun)
+    assert 0 < report.analyze_bytes_read <= looks
+    words = ["--expert", "e1=0.5", "--expert", "e2=0.5", "--method", "ties", "--budget", "50%"]
+    words += ["--base", "base", "--param", "density=0.37"]
+    said = Program(paths[1]).succeed("plan", *words).err
+    assert f"planning reads up to {format_size(total)} of experts" in said
+    assert "--no-analyze reads none" in said
+    assert "planning reads" not in Program(paths[2]).succeed("-q", "plan", *words).err
 
 
 def test_an_unmeasured_expert_is_measured_here(place: Place) -> None:

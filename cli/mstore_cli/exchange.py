@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.signers import states_of, trusted_signers
-from mstore_cli.sizes import counted, format_seconds, format_size, parse_size
+from mstore_cli.sizes import counted, format_seconds, format_size, parse_rate
 
 if TYPE_CHECKING:
     from mstore import SnapshotId, Store
@@ -31,7 +31,7 @@ LAZY: Final = "its weights come when something reads them"
 
 def rate_of(text: str | None) -> int | None:
     """Parse the value of --limit-rate.  Raises BadRequest."""
-    return None if text is None else parse_size(text, option="--limit-rate")
+    return None if text is None else parse_rate(text, option="--limit-rate")
 
 
 @contextmanager

@@ -257,7 +257,7 @@ Lazy = Annotated[
 ]
 LimitRate = Annotated[
     str | None,
-    Option("--limit-rate", metavar="SIZE", help="The most bytes a second, as 20MiB."),
+    Option("--limit-rate", metavar="RATE", help="The most bytes a second: 20MiB, 100Mbit."),
 ]
 Codec = Annotated[
     str | None,

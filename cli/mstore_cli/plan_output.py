@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -52,6 +52,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             *_criteria(report),
             ("experts to read", of_full(report.planned_expert_bytes, report.full_expert_bytes)),
             ("  to read now", _to_read_now(report)),
+            ("  not here", format_size(report.bytes_not_here) if report.bytes_not_here else None),
             ("analysis read", format_size(report.analyze_bytes_read)),
             *_chunks(report),
             *([] if report.layers else error_fields(report)),
@@ -105,10 +106,20 @@ def of_full(read: int, full: int) -> str:
     return f"{format_size(read)} ({share} of a full merge's {format_size(full)})"
 
 
-def draw_sweep(screen: Screen, report: SweepReport) -> None:
-    """Print a sweep: one line per budget."""
+class Link(NamedTuple):
+    """What is between this store and its remotes: bytes a second, and seconds until an answer."""
+
+    rate: int
+    latency: float
+
+
+def draw_sweep(screen: Screen, report: SweepReport, link: Link | None = None) -> None:
+    """Print a sweep: one line per budget.  link: also print seconds of download."""
     measured = any(point.measured_error is not None for point in report.points)
+    is_lazy = any(point.bytes_not_here for point in report.points)
     columns = [("BUDGET", True), ("READS", True), ("TO READ NOW", True)]
+    columns += [("NOT HERE", True)] * is_lazy
+    columns += [("DOWNLOAD", True)] * (link is not None)
     columns += [("LOST, ABOUT", True), ("BOUND", True)]
     columns += [("REALLY LOST", True), ("ERROR", True)] * measured
     rows = []
@@ -117,6 +128,8 @@ def draw_sweep(screen: Screen, report: SweepReport) -> None:
             format_percent(point.share, ".0f"),
             format_size(point.planned_expert_bytes),
             format_size(point.unread_expert_bytes),
+            *([format_size(point.bytes_not_here)] if is_lazy else []),
+            *([] if link is None else [format_seconds(point.download_seconds(*link))]),
             format_loss(point.error_share_estimate),
             format_bound(point.error_bound),
         ]

@@ -11,20 +11,26 @@ import pwd
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mstore_cli.errors import UsageError, warn, with_store
+from mstore_cli.errors import UsageError, note, warn, with_store
 from mstore_cli.output import Mode, Output
+from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
     from mstore import SnapshotId, Store
     from mstore.terms.phrases import Text
-    from mstore.terms.report import ProgressCallback
+    from mstore.terms.report import Progress, ProgressCallback
 
+_READ_TO_PLAN = {
+    "statistics": "that have no statistics yet",
+    "thresholds": "for exact trim thresholds",
+}
+"""Phases of planning that read weights, and why."""
 STORE_VARIABLE = "MSTORE_STORE"
 AUTHOR_VARIABLE = "MSTORE_AUTHOR"
 TOKEN_VARIABLE = "MSTORE_TOKEN"  # noqa: S105 -- its name
@@ -219,6 +225,27 @@ class Session:
 
         wanted = not (self._choices.no_progress or self._choices.quiet)
         return progress.bar(wanted=wanted)
+
+    @contextmanager
+    def planning(self, store: Store) -> Iterator[ProgressCallback | None]:
+        """Yield the callback for a call that plans. In a lazy store, say what planning downloads.
+
+        It is said before it happens, on standard error, unless quiet.
+        """
+        with self.progress() as tick:
+            if self._choices.quiet or not store.is_lazy:
+                yield tick
+                return
+
+            def told(progress: Progress) -> None:
+                why = _READ_TO_PLAN.get(progress.phase)
+                if why is not None and not progress.done:
+                    size = format_size(progress.total)
+                    note(f"planning reads up to {size} of experts {why}; --no-analyze reads none")
+                if tick is not None:
+                    tick(progress)
+
+            yield told
 
 
 def token() -> str:

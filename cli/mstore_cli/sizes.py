@@ -22,6 +22,20 @@ def parse_size(text: str, *, option: str) -> int:
     return sizes.parse_size(text, option=option)
 
 
+def parse_rate(text: str, *, option: str) -> int:
+    """Parse bytes a second, as `20MiB` or `200Mbit`.  Raises BadRequest that names `option`."""
+    from mstore.terms import sizes
+
+    return sizes.parse_rate(text, option=option)
+
+
+def parse_seconds(text: str, *, option: str) -> float:
+    """Parse a time, as `20ms` or `0.5s`, to seconds.  Raises BadRequest that names `option`."""
+    from mstore.terms import sizes
+
+    return sizes.parse_seconds(text, option=option)
+
+
 def parse_budget(text: str, *, option: str = "--budget") -> int | float:
     """Parse a budget: int bytes, or for `30%` the float share 0.3.  Raises BadRequest."""
     from mstore.terms import sizes

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mstore.merge.planning.request import Request
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.running.commit import MergeReport, ReplayReport
+    from mstore.merge.running.outstanding import Outstanding
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.models.vocabulary.align import AlignReport
     from mstore.terms.report import ProgressCallback
@@ -83,6 +84,7 @@ class Merging(OpenStore):
                 progress=progress,
             )
         id = made.plan.id()
+        left = self._outstanding(made.plan, made.costs)
         if not made.is_stored:
             self._unkept[id] = made.plan, made.sources
         return plan_report(
@@ -92,7 +94,8 @@ class Merging(OpenStore):
             made.costs,
             analyzed=made.analyzed,
             factors=made.factors,
-            memo=self._memo_expert_bytes(made.plan, made.costs),
+            memo=left.saved,
+            not_here=left.not_here,
             warnings=self._warnings(id, made.plan, made.sources),
             kept=made.is_stored,
             seconds=time.monotonic() - began,
@@ -287,7 +290,7 @@ class Merging(OpenStore):
                     self._catalog, self._statistics, resolved, threads=number, progress=progress
                 ),
                 wanted,
-                memo_expert_bytes=lambda one: self._memo_expert_bytes(one.plan, one.costs),
+                outstanding=lambda one: self._outstanding(one.plan, one.costs),
                 measure=measure,
                 threads=number,
                 progress=progress,
@@ -344,13 +347,11 @@ class Merging(OpenStore):
             )
         return self._plan_warnings[key]
 
-    def _memo_expert_bytes(self, plan: Plan, costs: Costs) -> int:
-        """Return how many of a plan's expert bytes the memo table saves right now."""
-        if not self._memo.has_outputs():
-            return 0
-        from mstore.merge.running.finished import memo_expert_bytes
+    def _outstanding(self, plan: Plan, costs: Costs) -> Outstanding:
+        """Return what a merge of a plan would read right now."""
+        from mstore.merge.running.outstanding import outstanding
 
-        return memo_expert_bytes(self._catalog, self._memo, plan, costs.planned)
+        return outstanding(self._catalog, self._memo, plan, costs.planned)
 
     def export_plan(self, plan: PlanReport | PlanId | str) -> str:
         """Return a plan as JSON text, also a plan of this object that was not stored.

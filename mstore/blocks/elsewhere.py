@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
+from typing import Final
 
 import msgspec
 
@@ -27,6 +28,11 @@ from mstore.blocks.segments import LIST, Segments
 from mstore.terms.errors import RemoteAway
 from mstore.terms.ids import Buffer, PackId
 from mstore.terms.phrases import call
+
+REQUESTS: Final = 8
+"""Requests at once for what is needed soon."""
+REQUEST_BYTES: Final = 2 << 20
+"""Bytes of one request at most: smaller ones keep all connections busy, each at its own pace."""
 
 
 class Traffic(msgspec.Struct):

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import msgspec
 
-from mstore.blocks.elsewhere import PartReader, Traffic
+from mstore.blocks.elsewhere import REQUEST_BYTES, REQUESTS, PartReader, Traffic
 from mstore.blocks.packs import PackGone
 from mstore.remotes.cache import PartCache, gaps
 from mstore.remotes.layout import pack_name
@@ -28,12 +28,8 @@ from mstore.terms.errors import MstoreError, RemoteAway, Unavailable
 from mstore.terms.ids import Buffer, PackId
 from mstore.terms.phrases import call, phrase
 
-JOBS: Final = 8
-"""Requests at once for what is needed soon."""
 _AHEAD_BYTES: Final = 64 << 20
 """Bytes that were asked for ahead and not read yet."""
-_REQUEST_BYTES: Final = 2 << 20
-"""Bytes of one request at most: smaller ones keep all connections busy, each at its own pace."""
 _GAP: Final = 64 << 10
 """Bytes between two ranges that are brought, too, rather than asked around: at most so many."""
 _WASTE: Final = 16
@@ -139,11 +135,11 @@ class RemoteParts(PartReader):
         """Have threads bring what is not under way of a range, if there is room."""
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(JOBS, "bring")
+                self._pool = ThreadPoolExecutor(REQUESTS, "bring")
             under_way = [(one.start, one.end) for one in self._spans.get(pack, ())]
             for begin, stop in gaps(under_way, start, end):
-                for at in range(begin, stop, _REQUEST_BYTES):
-                    last = min(at + _REQUEST_BYTES, stop)
+                for at in range(begin, stop, REQUEST_BYTES):
+                    last = min(at + REQUEST_BYTES, stop)
                     if not self._make_room(last - at):
                         return
                     self._start(_Span(name, pack, at, last, last - at, Future()))
@@ -191,7 +187,7 @@ class RemoteParts(PartReader):
         for one in sorted((o for o in self._waiting if o.pack == first.pack), key=_start):
             gap = min(_GAP, (end - start) // _WASTE)
             is_near = start - gap <= one.end and one.start <= end + gap
-            if is_near and max(end, one.end) - min(start, one.start) <= _REQUEST_BYTES:
+            if is_near and max(end, one.end) - min(start, one.start) <= REQUEST_BYTES:
                 self._waiting.remove(one)
                 if one.data.set_running_or_notify_cancel():
                     near.append(one)

@@ -21,7 +21,9 @@ _BINARY = {"": 1, "B": 1} | {
     for tail in ("", "IB")
 }
 _DECIMAL = {f"{letter}B": 1000**power for power, letter in enumerate("KMGTPE", start=1)}
+_SECONDS = {"ms": 1e-3, "s": 1.0}
 UNITS = _BINARY | _DECIMAL
+_BITS = {f"{letter}BIT": 1000**power for power, letter in enumerate("KMGT", start=1)}
 MAX_SIZE = 2**63 - 1
 SIZE_HINT = "write a size as 512MB, 2GiB or a plain number of bytes"
 BUDGET_HINT = "write a budget as a size (2GiB, 512MB, a number of bytes) or as a share (30%)"
@@ -39,6 +41,26 @@ def parse_size(text: str, *, option: Text) -> int:
     if match is None or unit not in UNITS:
         _refuse(f"not a size: {text!r}", option, SIZE_HINT)
     return _scaled(match[1], UNITS[unit], text, option)
+
+
+def parse_rate(text: str, *, option: Text) -> int:
+    """Parse bytes a second: a size, or as networks are sold: `200Mbit`, in powers of 1000 bits.
+
+    Raises BadRequest that names `option`.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in _BITS:
+        return parse_size(text, option=option)
+    return _scaled(match[1], _BITS[unit], text, option) // 8
+
+
+def parse_seconds(text: str, *, option: Text) -> float:
+    """Parse a time, as `20ms` or `0.5s`, to seconds.  Raises BadRequest that names `option`."""
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or match[2] not in _SECONDS:
+        _refuse(f"not a time: {text!r}", option, "write a time as 20ms or 0.5s")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def parse_budget(text: str, *, option: Text = _BUDGET) -> int | float:

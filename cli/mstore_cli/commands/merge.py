@@ -141,7 +141,7 @@ def merge(
                     earlier=earlier,
                     allow_nonfinite=allow_nonfinite,
                 )
-                with session.progress() as tick:
+                with session.planning(store) as tick:
                     made = store.plan(own, keep=True, threads=threads, progress=tick)
                     part = store.merge(
                         made,
@@ -165,7 +165,7 @@ def merge(
                 allow_nonfinite=allow_nonfinite,
             )
         planned = None
-        with session.progress() as tick:
+        with session.planning(store) as tick:
             if request is not None:
                 with hinting_at_directories(request):
                     planned = store.plan(

@@ -21,9 +21,9 @@ from mstore_cli.merging import (
 )
 from mstore_cli.options import RESULT, Option, Threads, drawing, file_of
 from mstore_cli.output import Screen, short
-from mstore_cli.plan_output import draw_plan, draw_sweep, plan_document
+from mstore_cli.plan_output import Link, draw_plan, draw_sweep, plan_document
 from mstore_cli.session import Session
-from mstore_cli.sizes import counted
+from mstore_cli.sizes import counted, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
     from mstore import MergeRequest
@@ -66,6 +66,23 @@ def plan(
             "--measure", help="With --sweep: also measure the real error; reads all experts once."
         ),
     ] = False,
+    rate: Annotated[
+        str | None,
+        Option(
+            "--rate",
+            metavar="RATE",
+            help="With --sweep: also print how long the download of what is not here takes, at so "
+            "many bytes a second: 200Mbit, 20MiB.",
+        ),
+    ] = None,
+    latency: Annotated[
+        str,
+        Option(
+            "--latency",
+            metavar="TIME",
+            help="With --rate: the time from a request to its answer, as 20ms.",
+        ),
+    ] = "20ms",
     svg: Annotated[Path | None, drawing(help="With --sweep: also draw it to FILE, as SVG.")] = None,
 ) -> None:
     """Choose what a merge reads, and print its cost and error.
@@ -79,8 +96,12 @@ def plan(
         raise UsageError(
             "--sweep goes over budgets itself; leave out --budget, --max-error and -o", hint=HELP
         )
-    if not sweep and (measure or svg is not None):
-        raise UsageError("--measure and --svg belong to --sweep", hint=HELP)
+    if not sweep and (measure or svg is not None or rate is not None):
+        raise UsageError("--measure, --rate and --svg belong to --sweep", hint=HELP)
+    link = None
+    if rate is not None:
+        trip = parse_seconds(latency, option="--latency")
+        link = Link(parse_rate(rate, option="--rate"), trip)
     if svg is not None:
         plots.require()
     wanted.require(_LACKS, HELP)
@@ -91,11 +112,11 @@ def plan(
             hint=f"mstore merge --recipe {shlex.quote(wanted.recipe or 'FILE')} --name REF",
         )
     if sweep:
-        _sweep(session, wanted, request, measure=measure, svg=svg, threads=threads)
+        _sweep(session, wanted, request, measure=measure, svg=svg, link=link, threads=threads)
         return
     with session.open() as store:
         request = wanted.request(session, store, request)
-        with session.progress() as tick, hinting_at_directories(request):
+        with session.planning(store) as tick, hinting_at_directories(request):
             report = store.plan(request, allow_noop=allow_noop, threads=threads, progress=tick)
         if output is not None:
             from mstore.fs import replace_file
@@ -123,11 +144,12 @@ def _sweep(
     *,
     measure: bool,
     svg: Path | None,
+    link: Link | None,
     threads: int | None,
 ) -> None:
     with session.open() as store:
         request = wanted.request(session, store, request)
-        with session.progress() as tick, hinting_at_directories(request):
+        with session.planning(store) as tick, hinting_at_directories(request):
             report = store.sweep(request, measure=measure, threads=threads, progress=tick)
     if svg is not None:
         points = [
@@ -143,7 +165,7 @@ def _sweep(
         plots.sweep(points, svg, title=title)
 
     def human(screen: Screen) -> None:
-        draw_sweep(screen, report)
+        draw_sweep(screen, report, link)
         if svg is not None:
             screen.line(f"drawn in {svg}")
 

@@ -22,11 +22,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from mstore.blocks.elsewhere import REQUESTS
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.planning.report import share_of
 from mstore.merge.planning.session import Planned, Planning
 from mstore.merge.running.compute import PlanChunks, blend
 from mstore.merge.running.loading import Loaded
+from mstore.merge.running.outstanding import Outstanding
 from mstore.merge.running.slices import TieLedger
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
 from mstore.store.catalog import Catalog
@@ -51,6 +53,10 @@ class SweepPoint(Report, frozen=True):
     """bytes that the plan reads from experts"""
     unread_expert_bytes: int
     """planned bytes that the memo table does not save"""
+    bytes_not_here: int
+    """bytes at rest that a merge of the plan needs and only remotes have, as in a plan's report"""
+    requests_not_here: int
+    """about how many requests bring them"""
     error_bound: float | None
     """certified bound on the norm of (merged - full-read merge) / norm of base, before rounding to
     the output dtype; None if the method has none"""
@@ -64,6 +70,14 @@ class SweepPoint(Report, frozen=True):
     measured_error_share: float | None
     """the same as a share of what the full merge changes; None: not measured, or it changes
     nothing, or the method scales the base"""
+
+    def download_seconds(self, rate: float, latency: float) -> float:
+        """Return about how long it takes to bring what is not here, and nothing else.
+
+        rate: bytes a second. latency: seconds from a request to its answer; several are under way
+        at once.
+        """
+        return self.bytes_not_here / rate + latency * -(-self.requests_not_here // REQUESTS)
 
 
 class SweepReport(Report, frozen=True):
@@ -108,16 +122,15 @@ def sweep(
     planning: Planning,
     shares: Sequence[float],
     *,
-    memo_expert_bytes: Callable[[Planned], int],
+    outstanding: Callable[[Planned], Outstanding],
     measure: bool,
     threads: int,
     progress: ProgressCallback | None = None,
 ) -> SweepReport:
     """Return a point for each share of the full cost; `shares` as from check_shares.
 
-    memo_expert_bytes: returns how much of a plan's reads the memo table currently saves. measure:
-    also run the merges in memory and compare them; that reads all experts once. Raises as planning
-    does, and Corrupt.
+    outstanding: returns what a merge of a plan would read now. measure: also run the merges in
+    memory and compare them; that reads all experts once. Raises as planning does, and Corrupt.
     """
     began = time.monotonic()
     full = planning.full_expert_bytes
@@ -143,14 +156,18 @@ def sweep(
             share=share,
             budget_bytes=planned.plan.budget or 0,
             planned_expert_bytes=planned.costs.planned,
-            unread_expert_bytes=planned.costs.planned - memo_expert_bytes(planned),
+            unread_expert_bytes=planned.costs.planned - left.saved,
+            bytes_not_here=left.not_here,
+            requests_not_here=left.requests,
             error_bound=planned.plan.error_bound,
             error_estimate=planned.plan.error_estimate,
             error_share_estimate=share_of(planned.plan.error_estimate, planning.change),
             measured_error=error,
             measured_error_share=share_of(error, whole),
         )
-        for share, planned, error in zip(shares, plans, measured, strict=True)
+        for share, planned, left, error in zip(
+            shares, plans, map(outstanding, plans), measured, strict=True
+        )
     )
     return SweepReport(
         method=planning.request.operation.method.name,

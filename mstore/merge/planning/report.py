@@ -73,6 +73,9 @@ class PlanReport(Report, frozen=True):
     """bytes that the plan reads from experts"""
     memo_expert_bytes: int | None
     """planned bytes that the memo table saves; None if not looked up"""
+    bytes_not_here: int | None
+    """bytes at rest that a merge of the plan needs and only remotes have: of experts, of the base,
+    and of what these are differences to; what a cache has counts, too; None if not looked up"""
     analyze_bytes_read: int
     """bytes of experts read to plan: for missing statistics, and adapters for the norms of their
     products"""
@@ -128,6 +131,7 @@ def plan_report(
     analyzed: int = 0,
     factors: int = 0,
     memo: int | None = None,
+    not_here: int | None = None,
     not_finite: tuple[NotFiniteTensor, ...] | None = None,
     warnings: tuple[MergeWarning, ...] = (),
     kept: bool = True,
@@ -205,6 +209,7 @@ def plan_report(
         full_expert_bytes=costs.full,
         planned_expert_bytes=costs.planned,
         memo_expert_bytes=memo,
+        bytes_not_here=not_here,
         analyze_bytes_read=analyzed,
         chunks_total=sum(counts.values()),
         chunks_equal_base=counts[EQUAL],

@@ -127,6 +127,7 @@ class Planning:
         self.request = request
         self._statistics = statistics
         self._threads = threads
+        self._progress = progress
         self._surveyor = Surveyor(catalog, statistics, request, threads=threads, progress=progress)
         self._survey = self._surveyor.survey()
         self._planner = Planner(self._survey, request)
@@ -198,7 +199,9 @@ class Planning:
                     pool=pool,
                     meter=self._surveyor.analyzed,
                     known=self._thresholds,
+                    progress=self._progress,
                 )
+                cut.expect(zip(self._survey.tensors, selection.states, strict=True))
                 thresholds = [
                     own or cut.of_tensor(tensor, states)
                     for own, tensor, states in zip(

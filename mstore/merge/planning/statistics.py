@@ -169,6 +169,15 @@ class DeltaStatistics:
         """Fetch what is known of these tensors."""
         self._known.fetch(asked for one in candidates for asked in self._measured(one))
 
+    def unmeasured(self, candidates: Iterable[Candidate]) -> list[tuple[str, int]]:
+        """Return name and expert of what moves a tensor and has no statistics yet."""
+        pairs: dict[Pair, tuple[str, int]] = {}
+        for one in candidates:
+            for number, id, _ in self._moving(one):
+                pairs.setdefault((one.base_id, id), (one.name, number))
+        tables = self._statistics.encoded_pairs(list(pairs))
+        return [place for place, table in zip(pairs.values(), tables, strict=True) if table is None]
+
     def summaries(
         self,
         name: str,
@@ -219,15 +228,20 @@ class DeltaStatistics:
     def _measured(self, one: Candidate) -> Iterator[tuple[Pair, int, int, Operation, int]]:
         """Yield what is probably needed of a tensor (`KnownDigests.fetch`)."""
         operation = self._request.operation_of(one.name)
-        if one.base.dtype not in ITEMSIZES or not has_digest(operation):
+        if not has_digest(operation):
             return
-        elements, weightless = math.prod(one.base.shape), operation.weightless
-        size, base = self._catalog.block_size, one.base.dtype
-        models = one.pairs[: len(self._request.models)]
-        for number, (id, record) in enumerate(models):
-            if id != one.base_id and record.dtype in ITEMSIZES and not weightless[number]:
-                chunk = chunk_elements(size, base, record.dtype)
-                yield (one.base_id, id), elements, chunk, operation, number
+        elements, size = math.prod(one.base.shape), self._catalog.block_size
+        for number, id, record in self._moving(one):
+            chunk = chunk_elements(size, one.base.dtype, record.dtype)
+            yield (one.base_id, id), elements, chunk, operation, number
+
+    def _moving(self, one: Candidate) -> Iterator[tuple[int, TensorId, Tensor]]:
+        """Yield number and tensor of each expert that moves a tensor."""
+        weightless = self._request.operation_of(one.name).weightless
+        if one.base.dtype in ITEMSIZES:
+            for number, (id, record) in enumerate(one.pairs[: len(self._request.models)]):
+                if id != one.base_id and record.dtype in ITEMSIZES and not weightless[number]:
+                    yield number, id, record
 
     def _digested(
         self,

@@ -162,6 +162,7 @@ class Surveyor:
         }
         self._deltas.fetch(candidates.values())
         self._comparer.compare(candidates.values())
+        self._expect(candidates.values())
         total = sum(record.nbytes for _, record in records.values()) or 1
         done = 0
         with ThreadPoolExecutor(self._threads, "survey") as pool:
@@ -239,6 +240,19 @@ class Surveyor:
                 has_missing |= self._check_companion(one, number, base, found, experts)
                 experts.append(found)
         return experts, has_missing
+
+    def _expect(self, candidates: Collection[Candidate]) -> None:
+        """Tell how many bytes of experts are read because they have no statistics yet."""
+        if self._progress is None or not self._request.analyze:
+            return
+        total = 0
+        for name, expert in self._deltas.unmeasured(candidates):
+            compared = self._comparer.found(name)
+            if compared is not None:
+                _, _, cost = compared[1]
+                total += int(cost[expert].sum())
+        if total:
+            self._progress(Progress("statistics", 0, total))
 
     def _split(self, inputs: Sequence[Any]) -> list[tuple[Companion, Sequence[Any]]]:
         """Return what the method asks for with its part of what there is of each expert."""

@@ -13,7 +13,7 @@ way for its own k.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +31,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import DROPPED, OMITTED, READ, SHARED, TrimThreshold
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import TensorId
+from mstore.terms.report import ProgressCallback, ProgressCounter
 
 LOW_VALUES = 1 << 16
 # Few chunks at a time: the quota may end in any of them, and chunks after it are read for nothing.
@@ -39,6 +40,7 @@ ALL_KEPT = np.zeros(0, dtype=np.int64)
 """Tie counts of a threshold that keeps all its ties."""
 
 States = np.ndarray[Any, np.dtype[np.uint8]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 Found = dict[tuple[TensorId, TensorId, int], TrimThreshold | None]
@@ -50,7 +52,8 @@ class Thresholds:
 
     analyze: the data may be read; `meter` counts the expert bytes that this reads.  `at_edges`
     becomes true once a bin's edge was used, with all elements on it, because reading was forbidden.
-    known: what was found for other budgets of the same survey; grows.
+    known: what was found for other budgets of the same survey; grows.  progress: is told how many
+    bytes of experts may be read, before the first is.
     """
 
     def __init__(
@@ -62,7 +65,10 @@ class Thresholds:
         pool: ThreadPoolExecutor,
         meter: Meter,
         known: Found | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
+        self._progress = progress
+        self._tick = ProgressCounter("thresholds", 0, None)
         self._catalog = catalog
         self._statistics = statistics
         self._analyze = analyze
@@ -70,6 +76,38 @@ class Thresholds:
         self._pool = pool
         self._meter = meter
         self._known: Found = {} if known is None else known
+
+    def expect(self, tensors: Iterable[tuple[SurveyedTensor, States]]) -> None:
+        """Tell how many bytes of experts `of_tensor` may read for these tensors and states."""
+        if self._analyze and self._progress is not None:
+            total = sum(self._looks(tensor, states) for tensor, states in tensors)
+            self._tick = ProgressCounter("thresholds", total, self._progress if total else None)
+            self._tick(0)
+
+    def _looks(self, tensor: SurveyedTensor, states: States) -> int:
+        """Return the bytes at rest of the chunks that lookups in a tensor may read, each once."""
+        total = 0
+        for k, (expert, own) in enumerate(zip(tensor.experts, states, strict=True)):
+            ranks = tensor.operation.selection.ranks(tensor.elements, k)[: tensor.cuts]
+            values = [
+                expert.thresholds[place].value
+                for place, rank in enumerate(ranks)
+                if self._is_looked_up(tensor, expert, place, rank, own)
+            ]
+            if values:
+                total += int(expert.cost[_reaching(expert, min(values))].sum())
+        return total
+
+    def _is_looked_up(
+        self, tensor: SurveyedTensor, expert: ExpertTensor, place: int, rank: int, states: States
+    ) -> bool:
+        whole = self._at_hand(expert, place, rank)
+        if whole is None:
+            return True
+        if whole.quota == UNLIMITED or not _leaves_ties(states):
+            return False
+        ties = self._statistics.ties(*expert.pair, rank, tensor.chunk_elements)
+        return ties is None or not _fit(ties, whole.quota, tensor.chunks)
 
     def of_tensor(self, tensor: SurveyedTensor, states: States) -> tuple[TrimThreshold, ...]:
         """Return `of` for each expert and rank, all experts of a rank together.
@@ -99,13 +137,12 @@ class Thresholds:
         whole = self._of_whole(tensor, expert, place, rank)
         if whole is not None and whole.quota == UNLIMITED:
             return whole
-        is_read = (states == READ) | (states == SHARED)
-        left_out = (states == OMITTED) | (states == DROPPED)
+        is_read = _is_read(states)
         if whole is None:
             self._require_one(tensor)
             self.at_edges |= bool(is_read.any())
             return TrimThreshold(found.value, UNLIMITED)
-        if not left_out.any():
+        if not _is_left_out(states).any():
             return whole
         if not is_read.any():
             return TrimThreshold(whole.value, UNLIMITED)
@@ -136,24 +173,28 @@ class Thresholds:
     def _of_whole(
         self, tensor: SurveyedTensor, expert: ExpertTensor, place: int, rank: int
     ) -> TrimThreshold | None:
+        """Return the threshold of the whole expert; None if it needs a forbidden read."""
         known, key = self._known, (*expert.pair, rank)
         if key not in known:
-            known[key] = self._whole(tensor, expert, expert.thresholds[place], rank)
+            whole = self._at_hand(expert, place, rank)
+            if whole is None and self._analyze:
+                whole = self._second_look(tensor, expert, expert.thresholds[place], rank)
+            known[key] = whole
         return known[key]
 
-    def _whole(
-        self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold, rank: int
-    ) -> TrimThreshold | None:
-        """Return the threshold of the whole expert; None if it needs a forbidden read."""
+    def _at_hand(self, expert: ExpertTensor, place: int, rank: int) -> TrimThreshold | None:
+        """Return the threshold of the whole expert; None if only the data tell it."""
+        found, key = expert.thresholds[place], (*expert.pair, rank)
+        whole = self._known.get(key)
+        if whole is not None:
+            return whole
         if not rank:
             return TrimThreshold(found.value, 0)
         exact = of_histogram(found)
         if exact is not None:
             return exact
         known = self._statistics.threshold(*expert.pair, rank)
-        if known is not None:
-            return TrimThreshold(*known)
-        return self._second_look(tensor, expert, found, rank) if self._analyze else None
+        return None if known is None else TrimThreshold(*known)
 
     def _second_look(
         self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold, rank: int
@@ -170,8 +211,10 @@ class Thresholds:
             return low
 
         low = np.zeros(LOW_VALUES, dtype=np.int64)
-        for counted in self._pool.map(count, _reaching(expert, found.value)):
+        reach = _reaching(expert, found.value)
+        for number, counted in zip(reach, self._pool.map(count, reach), strict=True):
             low += counted
+            self._tick(int(expert.cost[number]))
         value, quota = histogram.select_exact(found, low)
         self._statistics.put_threshold(*expert.pair, rank, value, quota)
         if low[int(np.float32(value).view(np.uint32)) % LOW_VALUES] == quota:
@@ -200,6 +243,7 @@ class Thresholds:
             for number, found in zip(numbers, self._pool.map(count, numbers), strict=True):
                 ties[number] = found
                 total += found
+                self._tick(int(expert.cost[number]))
                 if total > cut.quota or (bounded and total == cut.quota):
                     return ties[: number + 1]
         return ALL_KEPT
@@ -224,6 +268,21 @@ def of_histogram(found: histogram.Threshold) -> TrimThreshold | None:
         return None
     on_edge = found.in_bin - found.inexact
     return TrimThreshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
+
+
+def _is_read(states: States) -> Flags:
+    found: Flags = (states == READ) | (states == SHARED)
+    return found
+
+
+def _is_left_out(states: States) -> Flags:
+    found: Flags = (states == OMITTED) | (states == DROPPED)
+    return found
+
+
+def _leaves_ties(states: States) -> bool:
+    """Return whether some chunks are read, and what others have counts against the quota."""
+    return bool(_is_read(states).any() and _is_left_out(states).any())
 
 
 def _fit(ties: Ints, quota: int, chunks: int) -> bool:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import numpy as np
 from blake3 import blake3
 
 from mstore import fs
@@ -34,12 +33,10 @@ from mstore.blocks.reader import decoded, located, verify
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.slices import Result
-from mstore.merge.running.task import Members, Tasks, TensorTask, item_size, split_ids
-from mstore.models.adapters.low_rank import stored_bytes
+from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
 from mstore.store.catalog import Catalog
 from mstore.store.leases import PACK, RECEIPT
 from mstore.store.memo import Memo
-from mstore.store.objects.plan import Plan
 from mstore.store.objects.tensor import block_count
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt, Incompatible
@@ -48,8 +45,6 @@ from mstore.terms.phrases import call
 
 TOGETHER: Final = 64
 """Number of tensors whose chunks are looked up together."""
-
-_BLOCKS_TOGETHER: Final = 1 << 14
 
 
 class Shape:
@@ -115,54 +110,6 @@ def find_hits(
         for number, row in own.items():
             (hit.stored if stored.issuperset(row.blocks) else hit.gone)[number] = row
     return hits
-
-
-def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan, planned: int) -> int:
-    """Return how many of a plan's `planned` expert bytes a merge would not read now."""
-    if not memo.file_bytes():
-        return 0
-    tasks = Tasks(catalog, plan)
-    makes = MemoKeys(tasks)
-    is_hit = False
-    left: list[tuple[TensorTask, list[int]]] = []
-    for start in range(0, len(plan.tensors), TOGETHER):
-        tensors = [tasks.tensor(one.name) for one in plan.tensors[start : start + TOGETHER]]
-        keys = [
-            makes.by_number(one, np.flatnonzero(~tasks.reused(one)).tolist()) for one in tensors
-        ]
-        shapes = [Shape(one, tasks.members(one.name), catalog.block_size) for one in tensors]
-        wanted = list(zip(shapes, keys, strict=True))
-        hits = find_hits(memo, catalog.has_blocks, wanted)
-        for tensor, numbers, found in zip(tensors, keys, hits, strict=True):
-            is_hit |= bool(found.stored)
-            left.append((tensor, [number for number in numbers if number not in found.stored]))
-    return planned - _expert_bytes(catalog, tasks, left) if is_hit else 0
-
-
-def _expert_bytes(
-    catalog: Catalog, tasks: Tasks, chunks: Sequence[tuple[TensorTask, Sequence[int]]]
-) -> int:
-    """Return the bytes that reading the experts of some chunks of tensors costs.
-
-    An adapter's tensors are read whole if one chunk needs them; experts that are one adapter share
-    what is read.
-    """
-    total = 0
-    blocks: list[bytes] = []
-    for tensor, numbers in chunks:
-        adapters = set()
-        for number in numbers:
-            (_, *rows), _ = tasks.named(tensor, number)
-            for _, own, record in rows:
-                if record is None:
-                    blocks += split_ids(own)
-                else:
-                    adapters.add(record)
-        total += sum(stored_bytes(catalog, record) for record in adapters)
-        if len(blocks) >= _BLOCKS_TOGETHER:
-            total += int(catalog.stored_lengths(blocks).sum())
-            blocks = []
-    return total + int(catalog.stored_lengths(blocks).sum()) if blocks else total
 
 
 # -- leftovers ---------------------------------------------------------------------------------
