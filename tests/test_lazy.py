@@ -107,6 +107,21 @@ def test_reads_of_a_whole_model_ask_ahead(lazy: Store, way: str) -> None:
     assert needed <= traffic(lazy).bytes <= needed * 17 // 16
 
 
+def test_an_open_store_follows_one_that_becomes_lazy(family: Place, tmp_path: Path) -> None:
+    """Who has a store open, such as a mount, reads what another process pulled lazily since."""
+    path = tmp_path / "store"
+    with Store.init(path, block_size=origin(family).block_size) as made:
+        made.add_remote(REMOTE, family.url)
+        made.pull(REMOTE, ["base"])
+    with Store.open(path) as opened:
+        assert files(opened, "base") == model_files(1)
+        assert not opened.is_lazy
+        with Store.open(path) as other:
+            other.pull(REMOTE, lazy=True)
+        assert files(opened, "e1") == files(origin(family), "e1")
+        assert opened.is_lazy
+
+
 def test_what_is_under_way_is_not_asked_for_again(lazy: Store) -> None:
     """Of a range that is needed soon, only those bytes come that were not asked for."""
     elsewhere = lazy._catalog.index.elsewhere

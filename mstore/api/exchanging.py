@@ -495,8 +495,7 @@ class Exchanging(OpenStore):
 
         if lazy:
             registry.set_lazy(self._catalog, name)
-            self._catalog.follow_remotes()
-            self._lean(self._catalog)
+            self._follow_remotes()
         with self._remote(name, limit_rate) as remote:
             return Fetch(
                 self._catalog,

@@ -274,6 +274,11 @@ class OpenStore:
         reader = self._reader
         return (0, 0) if reader is None else (reader.traffic.requests, reader.traffic.bytes)
 
+    def _follow_remotes(self) -> None:
+        """Read the blocks of remotes that another process has made lazy since, too."""
+        self._catalog.follow_remotes()
+        self._lean(self._catalog)
+
     def _lean(self, catalog: Catalog) -> None:
         """Let a catalog read the blocks of lazy remotes; the part about remotes knows how."""
 

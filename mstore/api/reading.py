@@ -59,6 +59,8 @@ class Reading(OpenStore):
                     self._catalog, limit, self._computing, check_always=self._verify == ALWAYS
                 )
         # Outside of the lock: whoever asks for another snapshot need not wait for this one.
+        if view is None:
+            self._follow_remotes()
         made = view or SnapshotView(self._catalog, asked.snapshot, self._cache, model=asked.model)
         with self._views_lock:
             view = self._views.pop(key, made)

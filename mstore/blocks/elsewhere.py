@@ -128,7 +128,7 @@ class _Remote:
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
-        self._directory = directory
+        self.directory = directory
         self._seen: object = None
         self._places: KnownPlaces | None = None
         self.packs: frozenset[PackId] = frozenset()
@@ -136,13 +136,13 @@ class _Remote:
     def follow(self) -> KnownPlaces | None:
         """Return what the tables say; opens them again if a fetch has changed them."""
         try:
-            status = os.stat(self._directory / LIST)
+            status = os.stat(self.directory / LIST)
         except OSError:
             self._places, self.packs, self._seen = None, frozenset(), None
             return None
         seen = status.st_mtime_ns, status.st_ino, status.st_size
         if seen != self._seen:
-            segments = Segments(self._directory)
+            segments = Segments(self.directory)
             self.packs, self._seen = frozenset(segments.packs()), seen
             self._places = KnownPlaces(segments, self.packs)
         return self._places
@@ -161,6 +161,12 @@ class RemoteBlocks:
         self._lock = Lock()
         self.reader: PartReader | None = None
         """Reads there; None: nothing does, and what is not here cannot be read."""
+
+    def follow(self, remotes: Sequence[tuple[str, Path]]) -> None:
+        """Look at these remotes from now on; what is known of those that stay is kept."""
+        with self._lock:
+            known = {(one.name, one.directory): one for one in self._remotes}
+            self._remotes = [known.get(one) or _Remote(*one) for one in remotes]
 
     def locate(self, blocks: Sequence[bytes], *, alone: bool = False) -> list[Location | None]:
         """Return a place of each block, None for one that is nowhere else. Raises Corrupt.

@@ -89,9 +89,15 @@ class Catalog(Payloads):
         self.layout.close()
 
     def follow_remotes(self) -> None:
-        """Know the blocks of lazy remotes, as the settings name them now."""
-        found = elsewhere_of(self.layout, self.config)
-        if found is not None and self.index.elsewhere is None:
+        """Know the blocks of lazy remotes, as the settings name them now.
+
+        Another process may have changed them.  Raises Corrupt naming the file, StorageFailed.
+        """
+        remotes = Config.load(self.layout).remotes
+        self.config = msgspec.structs.replace(self.config, remotes=remotes)
+        if self.index.elsewhere is not None:
+            self.index.elsewhere.follow(lazy_tables(self.layout, self.config))
+        elif (found := elsewhere_of(self.layout, self.config)) is not None:
             self.lean_on(found)
 
     def configure(self, changes: Mapping[str, object]) -> None:
@@ -266,13 +272,19 @@ class Catalog(Payloads):
 
 def elsewhere_of(layout: Layout, config: Config) -> RemoteBlocks | None:
     """Return where blocks lie that are not here; None if the store has no lazy remote."""
-    lazy = [one.name for one in config.remotes if one.lazy]
-    if not lazy:
+    tables = lazy_tables(layout, config)
+    if not tables:
         return None
     # Late: it imports numpy, and few stores have one.
     from mstore.blocks.elsewhere import RemoteBlocks
 
-    return RemoteBlocks([(name, layouts.tables_of(layout.remotes / name)) for name in lazy])
+    return RemoteBlocks(tables)
+
+
+def lazy_tables(layout: Layout, config: Config) -> list[tuple[str, Path]]:
+    """Return the lazy remotes of a store, each with the directory of its tables."""
+    names = [one.name for one in config.remotes if one.lazy]
+    return [(name, layouts.tables_of(layout.remotes / name)) for name in names]
 
 
 def now_ns() -> int:
