@@ -8,8 +8,8 @@ footers prove these rows, so they end with no check.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NewType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NewType, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Key = tuple[Kind, bytes]
 """A block or record: its kind and the 32 bytes of its id."""
+
+Item = TypeVar("Item")
 
 Row = NewType("Row", object)
 """A row as stored.  Not declared as bytes, so that mypy refuses to slice it elsewhere."""
@@ -50,6 +52,27 @@ class Location(msgspec.Struct, frozen=True, gc=False):
     def follows(self, before: Location) -> bool:
         """Return whether the payload lies right behind another one."""
         return (self.pack, self.offset) == (before.pack, before.offset + before.stored_length)
+
+
+def in_runs(items: Iterable[Item], place: Callable[[Item], Location]) -> Iterator[list[Item]]:
+    """Yield items together whose payloads follow each other in a pack, in the order given."""
+    run: list[Item] = []
+    last: Location | None = None
+    for item in items:
+        at = place(item)
+        if last is not None and not at.follows(last):
+            yield run
+            run = []
+        run.append(item)
+        last = at
+    if run:
+        yield run
+
+
+def run_of(places: Sequence[Location]) -> tuple[PackId, int, int]:
+    """Return pack, offset and length of payloads that follow each other."""
+    first, last = places[0], places[-1]
+    return first.pack, first.offset, last.offset + last.stored_length - first.offset
 
 
 def _same(row: Any) -> Any:

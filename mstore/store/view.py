@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from mstore.blocks.location import Location
+from mstore.blocks.location import Location, in_runs, run_of
 from mstore.blocks.packs import NO_BASE
 from mstore.checkpoint.header import parse_header
 from mstore.store import contents
@@ -37,7 +37,7 @@ from mstore.store.models import models_in
 from mstore.store.objects.manifest import SAFETENSORS, File, Manifest
 from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.terms.errors import BadRequest, Incompatible, MstoreError, NotFound, did_you_mean
-from mstore.terms.ids import BlockId, Buffer, ManifestId, PackId, SnapshotId, TensorId, VirtualId
+from mstore.terms.ids import BlockId, Buffer, ManifestId, SnapshotId, TensorId, VirtualId
 from mstore.terms.phrases import call, phrase
 
 _READ_AHEAD_ON_DISK: Final = 8 << 20
@@ -114,8 +114,8 @@ def will_need(catalog: Catalog, places: Sequence[Location]) -> None:
     # What is missing is an error for whoever reads it, not for who reads what comes before.
     with suppress(MstoreError):
         bases = dict.fromkeys(BlockId(one.base) for one in places if one.base != NO_BASE)
-        for pack, start, length in _runs([*places, *catalog.locate(bases)]):
-            catalog.packs.will_need(pack, start, length)
+        for run in in_runs([*places, *catalog.locate(bases)], lambda at: at):
+            catalog.packs.will_need(*run_of(run))
 
 
 def will_read(catalog: Catalog, extents: Sequence[Extent]) -> None:
@@ -436,20 +436,6 @@ class SnapshotView:
                     blocks[number], location, target[done : done + length]
                 )
                 done += length
-
-
-def _runs(places: Iterable[Location]) -> Iterator[tuple[PackId, int, int]]:
-    """Yield pack, offset and length of payloads, those that follow each other as one."""
-    run: tuple[PackId, int, int] | None = None
-    for place in places:
-        if run is not None and (place.pack, place.offset) == (run[0], run[1] + run[2]):
-            run = (run[0], run[1], run[2] + place.stored_length)
-            continue
-        if run is not None:
-            yield run
-        run = (place.pack, place.offset, place.stored_length)
-    if run is not None:
-        yield run
 
 
 _NUMPY = {

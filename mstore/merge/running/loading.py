@@ -15,7 +15,7 @@ loaded together, and `SPARE_SIDES` more.  Reading, decoding and hashing release 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.codecs import Codec
-from mstore.blocks.location import Location
+from mstore.blocks.location import Location, in_runs, run_of
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import PackGone
 from mstore.blocks.reader import Meter, decode_into, verify
@@ -178,14 +178,15 @@ def will_need(tasks: Sequence[ChunkTask], packs: Packs) -> None:
     if bases:
         there = {source.id for source in sources}
         sources += [base for id, base in bases.items() if id not in there]
-    for run in _runs([(source, _NOWHERE) for source in sources]):
-        first, last = run[0][0].at, run[-1][0].at
-        length = last.offset + last.stored_length - first.offset
-        packs.will_need(first.pack, first.offset, length)
+    for run in in_runs([source.at for source in sources], lambda at: at):
+        packs.will_need(*run_of(run))
 
 
 Targets = list[tuple[StoredBlock, memoryview]]
-_NOWHERE = memoryview(b"")
+
+
+def _place(target: tuple[StoredBlock, memoryview]) -> Location:
+    return target[0].at
 
 
 def _targets(task: ChunkTask, row: Row, room: memoryview) -> Targets:
@@ -247,7 +248,7 @@ class _Reader:
 
         Raises BudgetExceeded, Corrupt, StorageFailed.
         """
-        for run in _runs(targets):
+        for run in in_runs(targets, _place):
             meter.charge(sum([source.at.stored_length for source, _ in run]))
             try:
                 self._checked(run, bases)
@@ -265,7 +266,7 @@ class _Reader:
         They are not checked against their ids; the blocks decoded from them are.  Raises as `read`.
         """
         targets = _placed(bases, room)
-        for run in _runs(targets):
+        for run in in_runs(targets, _place):
             meter.charge(sum([source.at.stored_length for source, _ in run]))
             self._decoded(run, {})
         return {source.id: view for source, view in targets}
@@ -330,17 +331,3 @@ class _Reader:
 def _base_of(source: StoredBlock, bases: Mapping[BlockId, memoryview]) -> memoryview | None:
     """Return what a delta is a difference to, None for another block."""
     return None if source.base is None else bases[source.base.id]
-
-
-def _runs(targets: Targets) -> Iterator[Targets]:
-    run: Targets = []
-    pack, end = None, 0
-    for target in targets:
-        at = target[0].at
-        if run and (at.offset != end or at.pack != pack):
-            yield run
-            run = []
-        pack, end = at.pack, at.offset + at.stored_length
-        run.append(target)
-    if run:
-        yield run

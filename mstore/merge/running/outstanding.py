@@ -5,7 +5,7 @@ Reads records, the memo table and the index, and no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Final
 
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from mstore.blocks.elsewhere import REQUEST_BYTES
-from mstore.blocks.location import Location
+from mstore.blocks.location import in_runs, run_of
 from mstore.merge.running.finished import TOGETHER, Shape, find_hits
 from mstore.merge.running.memo_keys import MemoKeys
 from mstore.merge.running.task import NamedRow, Tasks, TensorTask, split_ids
@@ -112,8 +112,8 @@ def _not_here(catalog: Catalog, tasks: Tasks, chunks: _Chunks) -> tuple[int, int
         if is_elsewhere(at.pack)
     }
     ordered = [places[key] for key in sorted(places)]
-    size = sum(at.stored_length for at in ordered)
-    return size, sum(-(-length // REQUEST_BYTES) for length in _runs(ordered))
+    lengths = [run_of(run)[2] for run in in_runs(ordered, lambda at: at)]
+    return sum(lengths), sum(-(-length // REQUEST_BYTES) for length in lengths)
 
 
 def _blocks(row: NamedRow) -> Iterator[BlockId]:
@@ -123,15 +123,3 @@ def _blocks(row: NamedRow) -> Iterator[BlockId]:
     else:
         for factor in applied.factors:
             yield from factor.block_ids()
-
-
-def _runs(places: Sequence[Location]) -> Iterator[int]:
-    """Yield the length of each run of payloads that follow each other."""
-    length = 0
-    for number, at in enumerate(places):
-        if number and not at.follows(places[number - 1]):
-            yield length
-            length = 0
-        length += at.stored_length
-    if length:
-        yield length
