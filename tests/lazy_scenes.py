@@ -154,7 +154,7 @@ def _prefetch(path: Path) -> None:
 
 def _drop(path: Path) -> None:
     with Store.open(path) as store:
-        store.drop("e1")
+        store.drop(["e1"])
         store.gc()
         assert store.show("e1").leans_on != ()
         assert files(store, "e1") == model_files(1, 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from exchanges import REMOTE, Place, files, merged, place, placed, refs, sound
+from msgspec import structs
 from proof_models import MODEL, model_files
 
 from mstore import MergeRequest
@@ -17,7 +18,7 @@ from mstore.remotes.lazy import RemoteParts, Traffic
 from mstore.remotes.shared_directory import SharedDirectory
 from mstore.store.objects.tensor import Tensor
 from mstore.store.view import SnapshotView
-from mstore.terms.errors import Conflict, Corrupt, NotFound, RemoteAway
+from mstore.terms.errors import BadRequest, Conflict, Corrupt, NotFound, RemoteAway
 from mstore.terms.ids import BlockId
 
 __all__ = ["place"]
@@ -239,7 +240,7 @@ def test_prefetch_and_drop(lazy: Store) -> None:
     files(lazy, "e1")
     assert traffic(lazy) == Traffic()
     sound(lazy)
-    dropped = lazy.drop("e1")
+    dropped = lazy.drop(["e1"])
     # Others came as bases of differences, and stay.
     assert 0 < dropped.blocks < report.blocks
     [again] = lazy.show("e1").leans_on
@@ -249,6 +250,32 @@ def test_prefetch_and_drop(lazy: Store) -> None:
     assert freed.freed_bytes + freed.dead_bytes > 0
     assert files(lazy, "e1") == model_files(1, 1)
     sound(lazy)
+
+
+def test_prefetch_and_drop_of_all(family: Place, lazy: Store) -> None:
+    """Both take several snapshots, or all that refs name; a dry run says the same and does nothing.
+    What the remote does not have stays, and is named."""
+    told = lazy.prefetch(["base", "e1"], dry_run=True)
+    assert (told.dry_run, told.bytes_received, traffic(lazy).bytes) == (True, 0, 0)
+    came = lazy.prefetch(["base", "e1"])
+    assert (came.blocks, came.bytes) == (told.blocks, told.bytes)
+    assert came.bytes <= came.bytes_received
+    lazy.prefetch(every=True)
+    mine = lazy.add(family.model(1, 5), name="mine", threads=1).snapshot
+    with pytest.raises(Conflict, match="only one"):
+        lazy.drop(["e1", "mine"])
+    assert lazy.prefetch(every=True, dry_run=True).blocks == 0
+    told_of = lazy.drop(every=True, dry_run=True)
+    dropped = lazy.drop(every=True)
+    as_told = structs.replace(dropped, dry_run=True, seconds=0)
+    assert as_told == structs.replace(told_of, seconds=0)
+    assert dropped.only_here == (mine,)
+    assert lazy.prefetch(every=True, dry_run=True).blocks == dropped.blocks > 0
+    assert files(lazy, "mine") == model_files(1, 5)
+    sound(lazy)
+    for wrong in (lazy.drop, lazy.prefetch):
+        with pytest.raises(BadRequest):
+            wrong()
 
 
 def test_prefetch_of_some_tensors(lazy: Store) -> None:
@@ -266,8 +293,8 @@ def test_what_was_not_pushed_stays(family: Place, lazy: Store) -> None:
     lazy.prefetch(["base"])
     mine = lazy.add(family.model(1, 4), name="mine", base="base", threads=1).snapshot
     with pytest.raises(Conflict, match="only one"):
-        lazy.drop("mine")
-    lazy.drop("base")
+        lazy.drop(["mine"])
+    lazy.drop(["base"])
     lazy.gc()
     assert lazy.show("mine").leans_on == ()
     assert files(lazy, mine) == model_files(1, 4)

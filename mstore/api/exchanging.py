@@ -291,14 +291,15 @@ class Exchanging(OpenStore):
         *,
         every: bool = False,
         only: Sequence[str] = (),
+        dry_run: bool = False,
         jobs: int = JOBS,
         limit_rate: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> PrefetchReport:
         """Bring what snapshots have only at lazy remotes, so that it can be read without them.
 
-        every: all that refs name. only: patterns of tensor names; the others stay there.
-        jobs, limit_rate: as for `fetch`.
+        every: all that refs name. only: patterns of tensor names; the others stay there. dry_run:
+        only report. jobs, limit_rate: as for `fetch`.
 
         Raises NotFound, BadRequest, Corrupt, Unavailable; then nothing of that remote came.
         """
@@ -310,27 +311,33 @@ class Exchanging(OpenStore):
         return prefetch(
             self._catalog,
             partial(self._remote, limit_rate=limit_rate),
-            registry.chosen_to_prefetch(self._catalog, revisions, every=every),
+            list(registry.chosen(self._catalog, revisions, every=every, verb="prefetch")),
             only=only,
+            dry_run=dry_run,
             jobs=job_count(jobs),
             progress=progress,
         )
 
-    def drop(self, revision: Revision, *, dry_run: bool = False) -> DropReport:
-        """Remove local copies of what a lazy remote has of a snapshot; `gc` then frees the space.
+    def drop(
+        self, revisions: Sequence[Revision] = (), *, every: bool = False, dry_run: bool = False
+    ) -> DropReport:
+        """Remove local copies of what lazy remotes have of snapshots; `gc` then frees the space.
 
         Blocks stay that something needs which the remote does not have: a snapshot that was not
         pushed, or the base of a difference of one.  The remote is asked: a ref there must reach the
-        snapshot, with its contents.
+        snapshots, with their contents.
 
-        dry_run: only report.
+        every: all that refs name, but for what is pinned and what no lazy remote has. dry_run: only
+        report.
 
-        Raises Conflict if the remote does not have it, NotFound, Unavailable.
+        Raises Conflict if no lazy remote has one, or it is pinned, NotFound, BadRequest,
+        Unavailable; then nothing was removed.
         """
+        from mstore.remotes import registry
         from mstore.remotes.prefetch import drop
 
-        snapshot = self._catalog.resolve(revision)
-        return drop(self._catalog, self._remote, snapshot, str(revision), dry_run=dry_run)
+        found = registry.chosen(self._catalog, revisions, every=every, verb="drop")
+        return drop(self._catalog, self._remote, found, every=every, dry_run=dry_run)
 
     def bundle(
         self,

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final
+
+import msgspec
 
 from mstore import fs
 from mstore.blocks.location import Location, base_of
@@ -23,7 +26,7 @@ from mstore.remotes.state import Opens, Remote, RemoteState
 from mstore.store import contents
 from mstore.store import layout as layouts
 from mstore.store.catalog import Catalog
-from mstore.store.leaning import not_here
+from mstore.store.leaning import counted, not_here
 from mstore.store.objects.shapes import matching, require_matches
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
@@ -37,12 +40,16 @@ _WHOLE: Final = 0.95
 
 
 class PrefetchReport(Report, frozen=True):
-    """What a prefetch brought."""
+    """What a prefetch brought, or with `dry_run` would bring."""
 
     snapshots: tuple[SnapshotId, ...]
     """what was named"""
+    dry_run: bool
+    """whether this only reports what would come"""
     blocks: int
     """blocks that are new here"""
+    bytes: int
+    """their size at the remote, at rest"""
     bytes_received: int
     """bytes of packs and parts of packs that were downloaded"""
     seconds: float
@@ -52,8 +59,10 @@ class PrefetchReport(Report, frozen=True):
 class DropReport(Report, frozen=True):
     """What a drop removed, or with `dry_run` would remove."""
 
-    snapshot: SnapshotId
-    """what was named"""
+    snapshots: tuple[SnapshotId, ...]
+    """what was named and a lazy remote has"""
+    only_here: tuple[SnapshotId, ...]
+    """what else `every` names: no lazy remote has it, so its blocks stay"""
     dry_run: bool
     """whether this only reports what would be removed"""
     blocks: int
@@ -72,6 +81,7 @@ def prefetch(
     snapshots: Sequence[SnapshotId],
     *,
     only: Sequence[str],
+    dry_run: bool,
     jobs: int,
     progress: ProgressCallback | None,
 ) -> PrefetchReport:
@@ -80,7 +90,11 @@ def prefetch(
     layouts.require_writable(catalog.layout)
     blocks = received = 0
     with contents.held(catalog, snapshots):
-        for name, wanted in _by_remote(catalog, snapshots, only).items():
+        by_remote = _by_remote(catalog, snapshots, only)
+        leaning = counted(catalog, (BlockId(one) for some in by_remote.values() for one in some))
+        if dry_run:
+            blocks, by_remote = sum(one.blocks for one in leaning), {}
+        for name, wanted in by_remote.items():
             with opens(name) as remote:
                 remote.make_directory()
 
@@ -93,7 +107,9 @@ def prefetch(
                     arrival = remote.with_state(bring)
             blocks += arrival.blocks
             received += arrival.received
-    return PrefetchReport(tuple(snapshots), blocks, received, time.monotonic() - began)
+    size = sum(one.bytes for one in leaning)
+    seconds = time.monotonic() - began
+    return PrefetchReport(tuple(snapshots), dry_run, blocks, size, received, seconds)
 
 
 def _by_remote(
@@ -177,47 +193,74 @@ def _bring(
 
 
 def drop(
-    catalog: Catalog, opens: Opens, snapshot: SnapshotId, called: str, *, dry_run: bool
+    catalog: Catalog,
+    opens: Opens,
+    snapshots: Mapping[SnapshotId, str],
+    *,
+    every: bool,
+    dry_run: bool,
 ) -> DropReport:
-    """Remove local copies of blocks that a lazy remote has; see `Store.drop`."""
+    """Remove local copies of blocks that lazy remotes have; see `Store.drop`.
+
+    snapshots: what each is called. every: pass over those that no lazy remote has.
+    """
     began = time.monotonic()
-    if snapshot in catalog.index.marked(PINNED):
-        raise Conflict("it is pinned", where=called, hint=call("unpin", called))
+    pinned = catalog.index.marked(PINNED)
+    named = {id: called for id, called in snapshots.items() if not (every and id in pinned)}
+    for id, called in named.items():
+        if id in pinned:
+            raise Conflict("it is pinned", where=called, hint=call("unpin", called))
+    left = frozenset(named)
+    gone: dict[BlockId, Location] = {}
+    kept = 0
     for config in catalog.config.remotes:
-        if not config.lazy:
-            continue
-        with opens(config.name) as remote:
-            remote.make_directory()
-            found = remote.with_state(lambda state: _droppable(catalog, remote, state, snapshot))
-        if found is not None:
-            gone, kept = found
-            size = sum(at.stored_length for at in gone.values())
-            if not dry_run:
-                _remove(catalog, gone)
-            seconds = time.monotonic() - began
-            return DropReport(snapshot, dry_run, len(gone), size, kept, seconds)
-    raise Conflict(
-        "no lazy remote has a ref that reaches this snapshot with its contents: this copy may be "
-        "the only one",
-        where=called,
-        hint=call("push", "NAME", refs=(called,)),
+        if config.lazy and left:
+            with opens(config.name) as remote:
+                remote.make_directory()
+                found = remote.with_state(partial(_droppable, catalog, remote, left))
+            left -= found.snapshots
+            gone |= found.gone
+            kept += found.kept
+    for id in left if not every else ():
+        raise Conflict(
+            "no lazy remote has a ref that reaches this snapshot with its contents: this copy may "
+            "be the only one",
+            where=named[id],
+            hint=call("push", "NAME", refs=(named[id],)),
+        )
+    if gone and not dry_run:
+        _remove(catalog, gone)
+    return DropReport(
+        snapshots=tuple(id for id in named if id not in left),
+        only_here=tuple(id for id in named if id in left),
+        dry_run=dry_run,
+        blocks=len(gone),
+        bytes=sum(at.stored_length for at in gone.values()),
+        kept_blocks=kept,
+        seconds=time.monotonic() - began,
     )
 
 
+class _Droppable(msgspec.Struct, frozen=True):
+    """Snapshots that a remote has, their blocks that can go, and how many of these stay."""
+
+    snapshots: set[SnapshotId]
+    gone: dict[BlockId, Location]
+    kept: int
+
+
 def _droppable(
-    catalog: Catalog, remote: Remote, state: RemoteState, snapshot: SnapshotId
-) -> tuple[dict[BlockId, Location], int] | None:
-    """Return the blocks that can go, and how many stay; None if the remote lacks the snapshot."""
+    catalog: Catalog, remote: Remote, asked: Collection[SnapshotId], state: RemoteState
+) -> _Droppable:
     there = _reached(catalog, state)
-    if snapshot not in there:
-        return None
+    snapshots = there.intersection(asked)
     source = LocalRecords(catalog)
-    own = gather(source, [snapshot], {snapshot}.__contains__).blocks
+    own = gather(source, list(snapshots), snapshots.__contains__).blocks
     stay = catalog.index.marked(PINNED) | (set(catalog.snapshot_ids()) - there)
     others = [id for id in stay if source.has_contents(id)]
     staying = gather(source, others, set(others).__contains__).blocks
     # Small files are here in every lazy store.
-    staying |= gather(source, [snapshot], {snapshot}.__contains__, weights=False).blocks
+    staying |= gather(source, list(snapshots), snapshots.__contains__, weights=False).blocks
     places = RemotePlaces(remote, state)
     remote.remember(state)
     rows = state.packs()
@@ -245,7 +288,7 @@ def _droppable(
             if base is not None and BlockId(id) not in gone and BlockId(base) in gone:
                 del gone[BlockId(base)]
                 kept += 1
-    return gone, kept
+    return _Droppable(snapshots, gone, kept)
 
 
 def _is_live(rows: Mapping[bytes, PackRow], pack: PackId) -> bool:

@@ -301,17 +301,20 @@ def chosen_to_push(
     return names
 
 
-def chosen_to_prefetch(
-    catalog: Catalog, revisions: Sequence[Revision], *, every: bool
-) -> Sequence[SnapshotId]:
-    """Return the snapshots to prefetch. Raises BadRequest where none was named, NotFound."""
+def chosen(
+    catalog: Catalog, revisions: Sequence[Revision], *, every: bool, verb: str
+) -> dict[SnapshotId, str]:
+    """Return the snapshots that are named, and what each is called.
+
+    verb: of the call, for errors. Raises BadRequest where none was named, NotFound.
+    """
     if every == bool(revisions):
-        raise BadRequest("all refs, or some revisions", hint=call("prefetch", "REF"))
+        raise BadRequest("all refs, or some revisions", hint=call(verb, "REF"))
     if every:
         kinds = (refs.BRANCH, refs.TAG)
-        named = (ref.snapshot_id() for ref in catalog.refs().values() if ref.kind in kinds)
-        return list(dict.fromkeys(named))
-    return list(dict.fromkeys(map(catalog.resolve, revisions)))
+        named = catalog.refs().items()
+        return {ref.snapshot_id(): name for name, ref in named if ref.kind in kinds}
+    return {catalog.resolve(revision): str(revision) for revision in revisions}
 
 
 def clone(

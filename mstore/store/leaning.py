@@ -71,10 +71,11 @@ def lacking(catalog: Catalog, tensors: Iterable[TensorId]) -> Iterator[BlockId]:
 def leaning_of(catalog: Catalog, manifest: Manifest) -> tuple[Leaning, ...]:
     """Return which remotes a manifest's tensors lean on.  Raises as `lacking`."""
     tensors = (part.tensor_id() for file in manifest.files for part in file.parts)
-    return _counted(catalog, lacking(catalog, tensors))
+    return counted(catalog, lacking(catalog, tensors))
 
 
-def _counted(catalog: Catalog, blocks: Iterator[BlockId]) -> tuple[Leaning, ...]:
+def counted(catalog: Catalog, blocks: Iterator[BlockId]) -> tuple[Leaning, ...]:
+    """Return how much of these blocks, and of what they are differences to, remotes alone have."""
     elsewhere = catalog.index.elsewhere
     if elsewhere is None:
         return ()
@@ -99,7 +100,7 @@ def _counted(catalog: Catalog, blocks: Iterator[BlockId]) -> tuple[Leaning, ...]
 
 def all_leaning(catalog: Catalog) -> tuple[Leaning, ...]:
     """Return which remotes the store leans on: for stored tensors, and for bases of differences."""
-    return _counted(catalog, chain(lacking(catalog, _readable(catalog)), _bases(catalog)))
+    return counted(catalog, chain(lacking(catalog, _readable(catalog)), _bases(catalog)))
 
 
 def _bases(catalog: Catalog) -> Iterator[BlockId]:

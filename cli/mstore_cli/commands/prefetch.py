@@ -33,6 +33,7 @@ def prefetch(
         tuple[str, ...],
         Option("--only", metavar="PATTERN", help="Only tensors whose names match; repeatable."),
     ] = (),
+    dry_run: Annotated[bool, Option("--dry-run", help="Only say how much would come.")] = False,
     jobs: Jobs = JOBS,
     limit_rate: LimitRate = None,
 ) -> None:
@@ -46,6 +47,7 @@ def prefetch(
             refs,
             every=every,
             only=only,
+            dry_run=dry_run,
             jobs=jobs,
             limit_rate=rate_of(limit_rate),
             progress=tick,
@@ -57,6 +59,9 @@ def prefetch(
             screen.line("all of it is here already", style="green")
             return
         what = counted(report.blocks, "block")
+        if report.dry_run:
+            screen.line(f"would bring {what}, {format_size(report.bytes)}", style="green")
+            return
         screen.line(f"brought {what}, {format_size(report.bytes_received)}", style="green")
         screen.fields([("time", format_seconds(report.seconds))])
 
