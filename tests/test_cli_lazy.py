@@ -176,7 +176,9 @@ def test_a_store_becomes_lazy(copied: Path, verb: str) -> None:
 
 
 def test_the_size_of_the_cache(lazy: Program) -> None:
-    """`config --user cache_size` limits the cache; 0 is none; a wrong size is told."""
+    """`config --user cache_size` limits the cache; 0 is none; a wrong size is told, and so is what
+    holds where none is set."""
+    assert "a tenth of the store's disk" in run_once(["config", "--user"]).out
     limit = 150_000
     assert run_once(["config", "--user", "cache_size", "150KB"]).status == 0
     for name in ("e1", "base"):

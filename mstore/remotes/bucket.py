@@ -59,6 +59,7 @@ CLIENT: Final[Any] = {"connect_timeout": "10s", "timeout": "120s", "allow_http":
 _STATUS: Final = re.compile(r"status code: (\d{3}(?: [A-Z][A-Za-z-]*)*)")
 _CODE: Final = re.compile(r"<Code>([A-Z][A-Za-z]{2,60})</Code>")
 _BEYOND: Final = re.compile(r"status code: 416|StartTooLarge|value: \"bytes \d+--1/")
+_SERVER: Final = re.compile(r"Error performing \w+ (https?://[^/\s@]+)/")
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _CREDENTIALS: Final = re.compile(r"token request|//169\.254\.|credential|Access Key", re.IGNORECASE)
 _SOURCES: Final = {
@@ -408,6 +409,9 @@ def _failure(error: BaseException, where: str, denied: Text) -> MstoreError:
 
 
 def _sign(text: str) -> str:
-    """Return what an error that is no answer's status says."""
-    found = (words for sign, words in _SIGNS if sign in text)
-    return next(found, "its answer cannot be understood")
+    """Return what an error that is no answer's status says, and of which server."""
+    found = next((words for sign, words in _SIGNS if sign in text), None)
+    if found is None:
+        return "its answer cannot be understood"
+    server = _SERVER.search(text)
+    return found if server is None else f"{found} ({server[1]})"

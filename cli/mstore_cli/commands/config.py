@@ -83,6 +83,8 @@ def config(
         told = {name: _text(value) for name, value in shown.items()}
         if "author" in shown:
             told["author"] = author_and_why()
+        if not shown.get("cache_size", True):
+            told["cache_size"] = "a tenth of the store's disk"
         screen.fields([*told.items()])
 
     ids = [] if key is None else _listed(settings[key])
