@@ -90,7 +90,7 @@ class Catalog(Payloads):
 
     def follow_remotes(self) -> None:
         """Know the blocks of lazy remotes, as the settings name them now."""
-        found = elsewhere_of(self.layout, self.config)
+        found = elsewhere_of(self.layout.remotes, self.config)
         if found is not None and self.index.elsewhere is None:
             self.lean_on(found)
 
@@ -264,15 +264,18 @@ class Catalog(Payloads):
         return sorted(found, key=lambda id: (-self.snapshot(id).time_ns, id))
 
 
-def elsewhere_of(layout: Layout, config: Config) -> RemoteBlocks | None:
-    """Return where blocks lie that are not here; None if the store has no lazy remote."""
-    lazy = [one.name for one in config.remotes if one.lazy]
+def elsewhere_of(remotes: Path, config: Config) -> RemoteBlocks | None:
+    """Return where blocks lie that are not here; None if the store has no lazy remote.
+
+    remotes: what is kept of them.
+    """
+    lazy = [one.name for one in config.lazy_remotes]
     if not lazy:
         return None
     # Late: it imports numpy, and few stores have one.
     from mstore.blocks.elsewhere import RemoteBlocks
 
-    return RemoteBlocks([(name, layouts.tables_of(layout.remotes / name)) for name in lazy])
+    return RemoteBlocks([(name, layouts.tables_of(remotes / name)) for name in lazy])
 
 
 def now_ns() -> int:
