@@ -387,6 +387,39 @@ def test_a_full_disk_leaves_a_backup_that_is_read(
     assert outcomes == {False, True}
 
 
+@pytest.mark.parametrize("when", [0, 1], ids=["before", "after"])
+def test_an_end_beside_the_new_index(
+    place: Place, following: tuple[Store, Store], when: int
+) -> None:
+    """Just before the new index is in place the old one reads at a remote that the store has left
+    since, and just after it the new one at the remote that took its place."""
+    author, store = following
+    target = copied(store, "backup", place.path / "backup")
+    store.prefetch(every=True)
+    store.remove_remote(REMOTE)
+    author.add_remote("second", (place.path / "second").as_uri())
+    place.add(author, "y", 2)
+    author.push("second", ["y"])
+    store.add_remote("second", (place.path / "second").as_uri())
+    store.pull("second", lazy=True)
+    passed: list[str] = []
+
+    def stop(operation: fs.Operation) -> None:
+        if passed or operation.target == str(target / "index"):
+            passed.append(operation.kind)
+        if len(passed) > when and operation.path.startswith(str(target)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with fs.observed(stop), pytest.raises(StorageFailed):
+        store.backup(target, lazy=True, threads=1)
+    assert passed[0] == "exchange"
+    names = ("x", "y")[: 1 + when]
+    found = read(target, is_done=False)
+    assert found == {name: model_files(seed) for seed, name in enumerate(names, 1)}
+    copied(store, "backup", target)
+    assert [path.name for path in (target / "remotes").iterdir()] == ["second"]
+
+
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_no_lazy_clone(lazy: Store, tmp_path: Path, step: int) -> None:
     """Wherever the disk fills up, no store is there, and the next try is not in its way."""
