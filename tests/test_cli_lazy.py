@@ -143,6 +143,33 @@ def test_refusals_say_what_to_type(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("verb", ["backup", "clone"])
+def test_a_lazy_copy(lazy: Program, copied: Path, verb: str) -> None:
+    """The hint of a refused backup or clone makes a copy that reads what the store reads; a backup
+    says what it did not copy."""
+    target = copied / "copy"
+    if verb == "backup":
+        refused = lazy("backup", target)
+    else:
+        refused = run_once(["clone", str(lazy.store), str(target)])
+    hint = next(line for line in refused.err.splitlines() if "--lazy" in line)
+    line = hint[hint.rindex("mstore ") :].split()[1:]
+    done = run_once(line)
+    assert done.status == 0, done.err
+    assert ("not copied" in done.out) == (verb == "backup")
+    copy = Program(target)
+    assert "not here" in copy.succeed("show", "e1").out
+    assert copy.succeed("cat", f"e1:{MODEL}").raw == model_files(1, 1)[MODEL]
+
+
+def test_a_lazy_clone_of_a_full_store(copied: Path) -> None:
+    """It is refused, and the hint is the same line without --lazy."""
+    done = run_once(["clone", "--lazy", str(copied / "author"), str(copied / "copy")])
+    assert done.status != 0
+    assert "no lazy remote" in done.err
+    assert f"mstore clone {copied / 'author'} {copied / 'copy'}" in done.err
+
+
 def test_without_the_remote(lazy: Program, copied: Path) -> None:
     """Without the remote a command says which one is away, and no traceback; `fsck` is content."""
     (copied / "remote").rename(copied / "away")

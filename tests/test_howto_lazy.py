@@ -44,7 +44,7 @@ def test_the_page(moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.chdir(who)
         # The small models have few blocks, and other names of tensors.
         line = line.replace(URL, url).replace("/mnt/chat", str(mount)).replace(PATTERN, "b")
-        line = line.replace("--budget 10%", "--budget 100%")
+        line = line.replace("--budget 10%", "--budget 100%").replace("/backup", str(tmp_path))
         program, *words = shlex.split(line, comments=True)
         assert program == "mstore"
         done = run_once(words)
@@ -72,6 +72,7 @@ def test_the_page(moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "not here" in told["mstore show chat"]
     assert "brought" in told["mstore prefetch llama"]
     assert "dropped" in told["mstore drop llama"]
+    assert "not copied" in told["mstore backup --lazy /backup/models"]
     run("mstore pull origin", lead)
     assert "mixed" in run("mstore refs", lead)
 

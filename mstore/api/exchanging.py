@@ -422,12 +422,14 @@ class Exchanging(OpenStore):
         remotes; or the address of a remote, which the new store knows as `origin`. endpoint,
         region, addressing_style, jobs, limit_rate: of a remote, as in `add_remote` and `fetch`.
         token: for a web server. s3_credentials: as the attribute. lazy: bring records and no
-        weights of a remote, as `fetch` does. threads: for a directory.
+        weights of a remote, as `fetch` does; of a lazy store's directory, copy what is stored there
+        and lean on its lazy remotes for the rest, as `backup` does. threads: for a directory.
 
         The new store has its own UUID.  Others may write and run gc meanwhile.  Each payload is
-        checked against its id.  Raises Conflict if something exists at `destination`, BadRequest
-        if that lies inside the source, Corrupt if the source is damaged, NotFound, Unavailable,
-        StorageFailed; then nothing was created.
+        checked against its id.  Raises Conflict if something exists at `destination`, or if the
+        source leans on a remote and the clone is not `lazy`; BadRequest if `destination` lies
+        inside the source, or for a `lazy` clone of a directory without a lazy remote; Corrupt if
+        the source is damaged, NotFound, Unavailable, StorageFailed; then nothing was created.
         """
         from mstore.remotes import address
 
@@ -452,6 +454,7 @@ class Exchanging(OpenStore):
             local_path(source),
             local_path(destination),
             threads=thread_count(threads),
+            lazy=lazy,
             progress=progress,
         )
 

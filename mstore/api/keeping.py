@@ -266,6 +266,7 @@ class Keeping(OpenStore):
         self,
         destination: str | Path,
         *,
+        lazy: bool = False,
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> BackupReport:
@@ -274,9 +275,17 @@ class Keeping(OpenStore):
         Others may write and run gc meanwhile: the backup has the state of one commit.  Only packs
         that the backup lacks are copied, and each of their payloads is checked against its id.
         Until the copy is complete, the backup holds its previous state.  Damage in this store does
-        not stop the backup: the report's `problems` name it.  Raises Conflict if `destination`
-        holds something else, was written to, or is newer than this store; BadRequest for the store
-        itself, Corrupt if the index is damaged or not the newest, StorageFailed.
+        not stop the backup: the report's `problems` name it.
+
+        lazy: leave at lazy remotes what is only there, and let the backup lean on them, too: it has
+        their settings and tables, and `leans_on` says what it lacks.  No remote is asked.  So a
+        stored difference to a block that is only there is compared with this store's; `fsck` with
+        `read_data` of the backup checks it against its id.
+
+        Raises Conflict if `destination` holds something else, was written to, or is newer than this
+        store, or if this store leans on a remote and the backup is not `lazy`; BadRequest for the
+        store itself, Corrupt if the index or the tables of a remote are damaged or the index is not
+        the newest, StorageFailed.
         """
         from mstore.upkeep.backup.backup import backup
 
@@ -284,6 +293,7 @@ class Keeping(OpenStore):
             self._catalog,
             local_path(destination),
             threads=thread_count(threads),
+            lazy=lazy,
             progress=progress,
         )
 

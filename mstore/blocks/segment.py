@@ -82,6 +82,7 @@ Rows = npt.NDArray[np.bytes_]
 _READ_ROWS: Final = 1 << 16
 """Rows in memory while all are read."""
 _MOST_STARTS: Final = 1 << 16
+_COPIED_PAGES: Final = 1 << 10
 HINT: Final = "remove the directory of segments: its rows can be made from tables of packs again"
 
 
@@ -247,6 +248,22 @@ class Segment:
             if (self._items(self._starts, np.arange(done, done + len(some))) != some).any():
                 raise self._bad("its starts do not match its rows")
             done += len(some)
+
+    def copy_to(self, directory: Path) -> None:
+        """Write the same segment into another directory, durably, and check every byte there."""
+        file = fs.NewFile(directory / f"{os.urandom(8).hex()}.new")
+        try:
+            for page in range(0, self._packs.end, _COPIED_PAGES):
+                count = min(_COPIED_PAGES, self._packs.end - page)
+                file.append(self._proved_bytes(page, count))
+            file.sync()
+            file.protect()
+            file.close()
+            fs.rename(file.path, path_of(directory, self.id))
+        except BaseException:
+            file.abandon()
+            raise
+        Segment(directory, self.id).verify()
 
     def _items(self, section: _Section, numbers: Numbers) -> npt.NDArray[Any]:
         """Return these items, from the map, whose pages are checked before."""

@@ -42,18 +42,21 @@ class RemotePlaces(KnownPlaces):
         self.follow(state)
 
     def follow(self, state: RemoteState) -> None:
-        """Know the packs of this state: read the tables of new ones, forget those that are gone."""
+        """Know the packs of this state: read the tables of new ones, forget those that are gone.
+
+        In this order: for others who look, what has moved there is never without a place.
+        """
         rows = {id: row for id, row in state.packs().items() if row.is_there and row.is_known}
         known: set[bytes] = set(self._segments.packs())
-        gone = [PackId(id) for id in known - rows.keys()]
-        if gone:
-            self._segments.drop(gone)
         new = [row for id, row in rows.items() if id not in known]
         # The segments are locked for what is in memory, not for requests: other commands of this
         # store wait for no network, and one that ends early leaves what it has read.
         with closing(self._read(new, state.root.block_size)) as tables:
             for some in in_groups(tables, lambda one: one[1].nbytes, _KEPT):
                 self._segments.add(some)
+        gone = [PackId(id) for id in known - rows.keys()]
+        if gone:
+            self._segments.drop(gone)
         self._there = set(rows)
 
     def _read(

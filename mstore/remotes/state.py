@@ -40,6 +40,7 @@ from mstore.remotes.objects import (
     read_several,
     requests_to_put,
 )
+from mstore.store.layout import KEPT_LISTS, KEPT_ROOT
 from mstore.terms.errors import Conflict, Corrupt, StorageFailed
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call
@@ -49,7 +50,6 @@ _ATTEMPTS: Final = 50
 _FIRST_WAIT: Final = 0.02
 _LONGEST_WAIT: Final = 1.0
 """Seconds: before the second attempt, and at most; the longest doubles with each."""
-_SAVED: Final = "root"
 _LOCK: Final = "lock"
 
 
@@ -152,7 +152,7 @@ class Remote:
 
     def make_directory(self) -> None:
         """Make the directory for what is kept of this remote."""
-        for one in ("lists", "sent"):
+        for one in (KEPT_LISTS, "sent"):
             fs.make_directories(self.directory / one)
 
     # -- reading -----------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Remote:
             data, stamp = got
         root = layout.read_root(data, self.where)
         if saved is not None:
-            self._refuse_older(layout.read_root(saved[0], str(self.directory / _SAVED)), root)
+            self._refuse_older(layout.read_root(saved[0], str(self.directory / KEPT_ROOT)), root)
         return self._state(root, stamp)
 
     def with_state(self, act: Callable[[RemoteState], T]) -> T:
@@ -223,7 +223,7 @@ class Remote:
     def _saved(self) -> tuple[bytes, RootStamp] | None:
         """Return the root that was seen last, and its stamp; None if it is not known or damaged."""
         try:
-            data = fs.read_file(self.directory / _SAVED, 2 * MOST_ROOT_BYTES)
+            data = fs.read_file(self.directory / KEPT_ROOT, 2 * MOST_ROOT_BYTES)
         except StorageFailed:
             return None
         head, _, body = data.partition(b"\n")
@@ -242,11 +242,11 @@ class Remote:
                 # Another command has seen a later one meanwhile.
                 return
         data = msgspec.json.encode(state.stamp) + b"\n" + state.root.encode()
-        self.keep(_SAVED, data)
+        self.keep(KEPT_ROOT, data)
         wanted = {one.file for one in state.root.lists}
-        for name in self.kept("lists"):
+        for name in self.kept(KEPT_LISTS):
             if name not in wanted:
-                fs.unlink(self.directory / "lists" / name, missing_ok=True)
+                fs.unlink(self.directory / KEPT_LISTS / name, missing_ok=True)
 
     def keep(self, name: str, data: bytes) -> None:
         """Write a file of root, lists/ or sent/, by its path in the remote's directory."""
@@ -263,12 +263,12 @@ class Remote:
             return fs.listed(self.directory / below)
 
     def _list(self, named: Named) -> list[Any]:
-        path = self.directory / "lists" / named.file
+        path = self.directory / KEPT_LISTS / named.file
         with suppress(StorageFailed, Corrupt):
             return layout.decode_list(named, fs.read_file(path, named.size + 1), str(path))
         data = bytes(self.objects.read_each(named.name, [(0, named.size)])[0])
         rows = layout.decode_list(named, data, f"{self.where}/{named.name}")
-        self.keep(f"lists/{named.file}", data)
+        self.keep(f"{KEPT_LISTS}/{named.file}", data)
         return rows
 
     # -- changing ----------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class Remote:
                     if data is not None:
                         self.put_bytes(named.name, data)
                         if not self.dry_run:
-                            self.keep(f"lists/{named.file}", data)
+                            self.keep(f"{KEPT_LISTS}/{named.file}", data)
                     lists.append(named)
             except Absent as error:
                 # A gc has removed a list that only older roots name.

@@ -96,8 +96,8 @@ class Catalog(Payloads):
         remotes = Config.load(self.layout).remotes
         self.config = msgspec.structs.replace(self.config, remotes=remotes)
         if self.index.elsewhere is not None:
-            self.index.elsewhere.follow(lazy_tables(self.layout, self.config))
-        elif (found := elsewhere_of(self.layout, self.config)) is not None:
+            self.index.elsewhere.follow(lazy_tables(self.layout.remotes, self.config))
+        elif (found := elsewhere_of(self.layout.remotes, self.config)) is not None:
             self.lean_on(found)
 
     def configure(self, changes: Mapping[str, object]) -> None:
@@ -270,9 +270,12 @@ class Catalog(Payloads):
         return sorted(found, key=lambda id: (-self.snapshot(id).time_ns, id))
 
 
-def elsewhere_of(layout: Layout, config: Config) -> RemoteBlocks | None:
-    """Return where blocks lie that are not here; None if the store has no lazy remote."""
-    tables = lazy_tables(layout, config)
+def elsewhere_of(remotes: Path, config: Config) -> RemoteBlocks | None:
+    """Return where blocks lie that are not here; None if the store has no lazy remote.
+
+    remotes: what is kept of them.
+    """
+    tables = lazy_tables(remotes, config)
     if not tables:
         return None
     # Late: it imports numpy, and few stores have one.
@@ -281,10 +284,9 @@ def elsewhere_of(layout: Layout, config: Config) -> RemoteBlocks | None:
     return RemoteBlocks(tables)
 
 
-def lazy_tables(layout: Layout, config: Config) -> list[tuple[str, Path]]:
+def lazy_tables(remotes: Path, config: Config) -> list[tuple[str, Path]]:
     """Return the lazy remotes of a store, each with the directory of its tables."""
-    names = [one.name for one in config.remotes if one.lazy]
-    return [(name, layouts.tables_of(layout.remotes / name)) for name in names]
+    return [(one.name, layouts.tables_of(remotes / one.name)) for one in config.lazy_remotes]
 
 
 def now_ns() -> int:

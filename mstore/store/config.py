@@ -104,6 +104,11 @@ class Config(msgspec.Struct, frozen=True):
             what, _, hint = error.texts
             raise Corrupt(what, where=str(path), hint=hint) from error
 
+    @property
+    def lazy_remotes(self) -> tuple[RemoteConfig, ...]:
+        """The remotes whose blocks come when something reads them."""
+        return tuple(one for one in self.remotes if one.lazy)
+
     def changed(self, values: Mapping[str, object]) -> Self:
         """Return a copy with some values replaced. Raises BadRequest."""
         known = msgspec.structs.asdict(self)

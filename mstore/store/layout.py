@@ -42,6 +42,9 @@ from mstore.terms.phrases import Call, Text, call, phrase
 
 BACKUP_MARKER = "backup"
 """The file that says which store a directory is a backup of (`upkeep.backup.destination`)."""
+KEPT_ROOT = "root"
+KEPT_LISTS = "lists"
+"""Where the root that was read last is, and its lists, in what is kept of a remote."""
 FORMAT_VERSION = 3
 MIN_BLOCK_SIZE = 1 << 16
 MAX_BLOCK_SIZE = 1 << 24
@@ -324,6 +327,7 @@ def _clear(layout: Layout) -> None:
         layout.index,
         layout.stats,
         layout.mirror.parent,
+        layout.remotes,
         layout.tmp,
     ):
         fs.remove_tree(directory)

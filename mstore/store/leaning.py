@@ -13,7 +13,7 @@ from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import Conflict, Corrupt, NotFound
 from mstore.terms.ids import BlockId, TensorId
-from mstore.terms.phrases import call
+from mstore.terms.phrases import Text, call
 from mstore.terms.report import Report
 from mstore.terms.sizes import format_size
 
@@ -121,8 +121,13 @@ def _readable(catalog: Catalog) -> Iterator[TensorId]:
             yield id
 
 
-def require_here(found: Sequence[Leaning], what: str, name: str | None = None) -> None:
-    """Raise Conflict if something leans on a remote.  what: what cannot be done with it."""
+def require_here(
+    found: Sequence[Leaning], what: str, name: str | None = None, hint: Text | None = None
+) -> None:
+    """Raise Conflict if something leans on a remote.
+
+    what: what cannot be done with it. hint: what to do, if that is more than to prefetch it.
+    """
     if found:
         told = ", ".join(
             f"{one.blocks} blocks ({format_size(one.bytes)}) are only at {one.remote}"
@@ -131,5 +136,5 @@ def require_here(found: Sequence[Leaning], what: str, name: str | None = None) -
         raise Conflict(
             f"cannot {what}: {told}",
             where=name,
-            hint=call("prefetch", every=True) if name is None else call("prefetch", name),
+            hint=hint or (call("prefetch", every=True) if name is None else call("prefetch", name)),
         )

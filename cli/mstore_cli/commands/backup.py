@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 from mstore_cli.command import command
 from mstore_cli.commands.fsck import show_damage
 from mstore_cli.errors import FAILURE, Ended
-from mstore_cli.options import Argument, Threads
+from mstore_cli.options import Argument, Option, Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
-from mstore_cli.sizes import counted, format_seconds, format_size
+from mstore_cli.sizes import counted, format_seconds, format_size, not_here
 
 if TYPE_CHECKING:
     from mstore.api.reports import BackupReport
@@ -31,6 +31,10 @@ def backup(
             help="A new directory, or an earlier backup of this store; a local disk.",
         ),
     ],
+    lazy: Annotated[
+        bool,
+        Option("--lazy", help="Leave at lazy remotes what is only there; DEST reads it there."),
+    ] = False,
     threads: Threads = None,
 ) -> None:
     """Copy the store to DEST, or update an earlier backup there.
@@ -43,10 +47,14 @@ def backup(
     DEST is a store: `mstore --store DEST` reads it. If you write to it, it becomes an independent
     store and accepts no more backups. Statistics and the memo table are not copied.
 
+    A lazy store is not backed up while blocks of it are only at a remote: `mstore prefetch --all`
+    brings them. With --lazy, DEST has what is stored here, knows the remotes, and is lazy, too.
+    If a remote loses blocks, DEST does not have them either.
+
     Only you may write DEST, even if the store is shared; your umask says who may read it.
     """
     with session.open() as store, session.progress() as tick:
-        report = store.backup(destination, threads=threads, progress=tick)
+        report = store.backup(destination, lazy=lazy, threads=threads, progress=tick)
         session.settled()
     session.output.emit(
         report,
@@ -78,6 +86,7 @@ def _show(screen: Screen, report: BackupReport, session: Session) -> None:
             ("removed", removed if report.packs_removed else None),
             ("waiting", _waiting(report.waiting_bytes)),
             ("lost+found", ", ".join(report.put_aside) or None),
+            *(("not copied", not_here(one)) for one in report.leans_on),
             ("time", format_seconds(report.seconds)),
         ]
     )

@@ -69,6 +69,11 @@ def clone(
     the remote as origin. With --lazy, no weights come: each block is brought when something reads
     it, and kept in a cache. --endpoint, --region, --addressing-style, --jobs and --limit-rate are
     for remotes, too. A web server gets the token in the variable MSTORE_TOKEN, if you have one.
+
+    A store that is lazy itself is cloned with --lazy, too: the copy has what is stored in SRC, and
+    reads the rest at the lazy remotes of SRC, whose settings come along. Without --lazy, SRC needs
+    `mstore prefetch --all` first. A store without lazy remotes has all of its blocks, so --lazy
+    refuses it.
     """
     given = session.given_store
     if given is not None and given.absolute() != Path(source).absolute():

@@ -3,8 +3,9 @@
     lock of the destination -> lease in the source -> rows of one commit into a new index
     -> packs that the destination has not: copied to tmp/incoming/, synced, proved
     -> everything that names need is in the new index, or comes from the old one, or is reported
-    -> locks of the destination: pack list -> packs get their names -> the new index takes the place
-       of the old one -> mirror, settings, format -> packs that the source has no more are removed
+    -> locks of the destination: pack list -> packs get their names -> of a lazy copy, what is kept
+       of remotes, and their settings -> the new index takes the place of the old one
+    -> mirror, settings, format -> packs that the source has no more are removed
 
 Before the new index is in place a crash leaves the state of the last backup, and in tmp/ what was
 copied whole, from which the next run goes on.  After it, the new state.
@@ -41,12 +42,12 @@ from mstore.fs.rights import Sharing
 from mstore.store import generation, leases, mirror, pack_list, refs, unnamed_packs
 from mstore.store import layout as layouts
 from mstore.store.catalog import Catalog
-from mstore.store.leaning import all_leaning, require_here
+from mstore.store.leaning import Leaning, all_leaning, require_here
 from mstore.store.pack_list import PackList
 from mstore.store.refs import refs_in
-from mstore.terms.errors import Conflict, Corrupt, StorageFailed
+from mstore.terms.errors import BadRequest, Conflict, Corrupt, StorageFailed
 from mstore.terms.ids import PackId, SnapshotId
-from mstore.terms.phrases import Phrase, as_phrase, call
+from mstore.terms.phrases import Call, Phrase, as_phrase, call, phrase
 from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.backup import copying
 from mstore.upkeep.backup.copying import Attempt, attempted
@@ -85,6 +86,8 @@ class BackupReport(Report, frozen=True):
     """what is damaged in the store; empty: nothing that was copied is damaged"""
     affected: tuple[Affected, ...]
     """files and tensors that the damage makes unreadable"""
+    leans_on: tuple[Leaning, ...]
+    """what the backup lacks, and reads at lazy remotes as the store does"""
     hint: Phrase | None
     """the next command if something is damaged; None: nothing is"""
     seconds: float
@@ -92,12 +95,19 @@ class BackupReport(Report, frozen=True):
 
 
 def backup(
-    catalog: Catalog, target: Path, *, threads: int, progress: ProgressCallback | None = None
+    catalog: Catalog,
+    target: Path,
+    *,
+    threads: int,
+    lazy: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> BackupReport:
     """Bring the backup at `target` up to date; see `Store.backup`."""
     copying.require_outside(catalog.layout, target)
     copying.require_sound(catalog)
-    require_here(all_leaning(catalog), "back up this store")
+    if not lazy:
+        hint = _or_lazy(call("prefetch", every=True), call("backup", str(target), lazy=True))
+        require_here(all_leaning(catalog), "back up this store", hint=hint)
     path = Path(os.path.realpath(target))
     with (
         Destination.opened(catalog.layout, path, catalog.config.filesystem) as into,
@@ -105,24 +115,37 @@ def backup(
     ):
 
         def attempt() -> BackupReport:
-            with closing(_Backup(catalog, into, threads, progress)) as one:
+            with closing(_Backup(catalog, into, threads, progress, lazy=lazy)) as one:
                 return one.run()
 
         return attempted(catalog, attempt)
+
+
+def _or_lazy(prefetch: Call, lazy: Call) -> Phrase:
+    return phrase(
+        "{prefetch}, or let the copy lean on it, too: {lazy}", prefetch=prefetch, lazy=lazy
+    )
 
 
 class _Backup(Attempt):
     """One attempt, by the rows of one commit."""
 
     def __init__(
-        self, catalog: Catalog, into: Destination, threads: int, progress: ProgressCallback | None
+        self,
+        catalog: Catalog,
+        into: Destination,
+        threads: int,
+        progress: ProgressCallback | None,
+        *,
+        lazy: bool,
     ) -> None:
-        super().__init__(catalog, into.layout, threads, progress)
+        super().__init__(catalog, into.layout, threads, progress, lazy=lazy)
         self._began = time.monotonic()
         self._into = into
         self._packs = self._opened({})
         self._helps = False
         """Whether the backup may have good copies of what is damaged in the source."""
+        self._leans_on: tuple[Leaning, ...] = ()
 
     def close(self) -> None:
         """Close the packs of the destination."""
@@ -159,6 +182,7 @@ class _Backup(Attempt):
             put_aside=tuple(pack.hex() for pack in aside),
             problems=self._findings.problems,
             affected=self._affected(names),
+            leans_on=self._leans_on,
             hint=self._hint(),
             seconds=time.monotonic() - self._began,
         )
@@ -236,13 +260,14 @@ class _Backup(Attempt):
     def _complete(self, index: Index, staged: dict[PackId, Path]) -> None:
         """Find what names need and the copy lacks; restore rows that only the backup still has."""
         with closing(self._opened(staged)) as files:
-            new = Catalog(self._layout, self._catalog.config, index, files)
+            new = Catalog(self._layout, self._config, index, files)
             if self._into.before is None:
                 self._findings.take(copying.missing_in(new))
-                return
-            with closing(Index(self._layout.index)) as old:
-                if copying.kept_rows(new, old, self._findings):
-                    self._helps = True
+            else:
+                with closing(Index(self._layout.index)) as old:
+                    if copying.kept_rows(new, old, self._findings):
+                        self._helps = True
+            self._leans_on = all_leaning(new)
 
     def _size(self, pack: PackId, known: dict[PackId, int]) -> int:
         size = known.get(pack)
@@ -265,13 +290,16 @@ class _Backup(Attempt):
         Returns the packs that were removed, those put aside, and the bytes that wait for readers.
         """
         layout, into = self._layout, self._into
+        config = self._config.changed({"shared": Sharing.UMASK})
         with into.publishing():
             pack_list.write(layout, lines)
             copying.put(self._packs, staged)
+            if self._lazy:
+                into.lean(self._kept, config)
             into.replace_index(fresh)
             with closing(Index(layout.index)) as index:
                 mirror.write(layout, index)
-                into.settle(self._catalog.config.changed({"shared": Sharing.UMASK}))
+                into.settle(config, lazy=self._lazy)
                 leases.sweep(layout, index)
                 waiting = unnamed_packs.listed(index)
                 is_read = bool(leases.holds(layout))
@@ -322,23 +350,46 @@ class CloneReport(Report, frozen=True):
 
 
 def clone(
-    origin: Path, target: Path, *, threads: int, progress: ProgressCallback | None = None
+    origin: Path,
+    target: Path,
+    *,
+    threads: int,
+    lazy: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> CloneReport:
     """Make a store at `target` with everything that the one at `origin` has; see `Store.clone`."""
     began = time.monotonic()
     with closing(Catalog.open(origin)) as catalog:
         copying.require_outside(catalog.layout, target)
         copying.require_sound(catalog)
-        require_here(all_leaning(catalog), "clone this store")
+        (_require_lazy if lazy else _require_all_here)(catalog, origin, target)
         path = Path(os.path.realpath(target))
         with copying.held(catalog, f"clone to {path.name}"):
-            return replace(
-                _made(catalog, path, threads, progress), seconds=time.monotonic() - began
-            )
+            made = _made(catalog, path, threads, progress, lazy=lazy)
+            return replace(made, seconds=time.monotonic() - began)
+
+
+def _require_all_here(catalog: Catalog, origin: Path, target: Path) -> None:
+    """Raise Conflict if the store leans on a remote."""
+    hint = _or_lazy(
+        call("prefetch", every=True, store=str(origin)),
+        call("clone", str(origin), str(target), lazy=True),
+    )
+    require_here(all_leaning(catalog), "clone this store", hint=hint)
+
+
+def _require_lazy(catalog: Catalog, origin: Path, target: Path) -> None:
+    """Raise BadRequest if the store has no lazy remote: nothing of it would be left out."""
+    if not catalog.config.lazy_remotes:
+        raise BadRequest(
+            "this store has no lazy remote, so a clone of it has all of its blocks",
+            where=str(origin),
+            hint=call("clone", str(origin), str(target)),
+        )
 
 
 def _made(
-    catalog: Catalog, path: Path, threads: int, progress: ProgressCallback | None
+    catalog: Catalog, path: Path, threads: int, progress: ProgressCallback | None, *, lazy: bool
 ) -> CloneReport:
     layouts.require_local(
         path,
@@ -347,9 +398,9 @@ def _made(
     )
     try:
         with layouts.creating(path, catalog.block_size, catalog.config.shared) as layout:
-            # They may be a stranger's, and would be trusted as this user's own.
-            replace(catalog.config, remotes=()).save(layout)
-            return attempted(catalog, lambda: _Clone(catalog, layout, threads, progress).run())
+            return attempted(
+                catalog, lambda: _Clone(catalog, layout, threads, progress, lazy=lazy).run()
+            )
     except Conflict as error:
         error.advise("name a new directory")
         raise
@@ -371,6 +422,12 @@ class _Clone(Attempt):
             self._list(index, staged)
             with closing(PackFiles(layout.packs)) as own:
                 copying.put(own, staged)
+            # They may be a stranger's, and would be trusted as this user's own: only those come
+            # that the user asked for.
+            remotes = self._config.lazy_remotes if self._lazy else ()
+            replace(self._config, remotes=remotes).save(layout)
+            if self._lazy:
+                fs.rename(self._kept, layout.remotes)
             fs.remove_tree(layout.incoming)
             mirror.write(layout, index)
             with index.env.read() as transaction:
@@ -397,7 +454,7 @@ class _Clone(Attempt):
 
     def _require_sound(self, index: Index, files: Packs) -> None:
         """Raise Corrupt if a payload is damaged, or anything is missing that names need."""
-        catalog = Catalog(self._layout, self._catalog.config, index, files)
+        catalog = Catalog(self._layout, self._config, index, files)
         self._findings.take(copying.missing_in(catalog))
         if self._findings.problems:
             first = self._findings.problems[0]

@@ -27,15 +27,16 @@ from typing import Any, TypeVar
 from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Key, base_of, moved, pack_number
+from mstore.blocks.location import Key, Location, Row, base_of, moved, pack_number
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import Packs, is_whole
-from mstore.blocks.packs import Kind, SealedPack
+from mstore.blocks.packs import Kind, PackGone, SealedPack
 from mstore.blocks.reader import BlockReader, located
 from mstore.blocks.schema import PACK_IDS, PACKS, TABLES, NamedPack
 from mstore.blocks.tables import Table
 from mstore.store import generation, listing
-from mstore.store.catalog import Catalog
+from mstore.store.catalog import Catalog, elsewhere_of
+from mstore.store.config import Config
 from mstore.store.layout import Layout
 from mstore.store.leases import Lease
 from mstore.terms.errors import (
@@ -46,9 +47,10 @@ from mstore.terms.errors import (
     Unavailable,
     Unreadable,
 )
-from mstore.terms.ids import PackId, SnapshotId
+from mstore.terms.ids import BlockId, PackId, SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.report import ProgressCallback, ProgressCounter
+from mstore.upkeep.backup import remotes
 from mstore.upkeep.check.findings import Findings
 from mstore.upkeep.check.graph import Graph
 from mstore.upkeep.check.packs import Payload, checked, in_pack_order, payload
@@ -214,13 +216,17 @@ def put(target: Packs, copies: Mapping[PackId, Path]) -> None:
 class Proof:
     """Reads, decodes and hashes the payloads in some packs that rows of an index lead to.
 
-    They are copies. If they cannot be read (`Unreadable`), it is not the store's disk that fails:
-    that ends the work, like every error but damage.
+    They are copies of packs in `source`. If they cannot be read (`Unreadable`), it is not the
+    store's disk that fails: that ends the work, like every error but damage. A difference to what
+    is only at a remote is compared with the source: a copy asks no remote.
     """
 
-    def __init__(self, index: Index, files: Packs, block_size: int, findings: Findings) -> None:
+    def __init__(
+        self, index: Index, files: Packs, source: Packs, block_size: int, findings: Findings
+    ) -> None:
         self._index = index
         self._files = files
+        self._source = source
         self._reader = BlockReader(files, block_size)
         self._findings = findings
 
@@ -239,7 +245,26 @@ class Proof:
                 self._findings.tell_row(one.kind, one.id, one.row, error.what)
 
     def _read(self, one: Payload) -> None:
-        payload(self._index, self._reader, (one.kind, one.id), one.row)
+        if self._leans(one.row):
+            self._compare(one.location)
+        else:
+            payload(self._index, self._reader, (one.kind, one.id), one.row)
+
+    def _leans(self, row: Row) -> bool:
+        """Return whether it is a difference to a block that is only at a remote."""
+        base = base_of(row)
+        if base is None or self._index.elsewhere is None:
+            return False
+        with self._index.env.read() as transaction:
+            under = self._index.base(transaction, BlockId(base))
+            return under is not None and self._index.pack_number(transaction, under.pack) is None
+
+    def _compare(self, at: Location) -> None:
+        copied = bytes(self._files.read(at.pack, at.offset, at.stored_length))
+        # The source may have collected the pack since.
+        with suppress(PackGone):
+            if self._source.read(at.pack, at.offset, at.stored_length) != copied:
+                raise Corrupt("another payload than the store's", where=self._files.where(at.pack))
 
     def _payloads(self, pack: NamedPack) -> list[Payload]:
         """Return the payloads that rows have in this pack."""
@@ -291,12 +316,23 @@ def attempted(catalog: Catalog, attempt: Callable[[], R]) -> R:
 
 
 class Attempt:
-    """One attempt to copy a store, by the rows of one commit."""
+    """One attempt to copy a store, by the rows of one commit.
+
+    lazy: whether the copy may lean on the remotes that the store leans on.
+    """
 
     def __init__(
-        self, catalog: Catalog, layout: Layout, threads: int, progress: ProgressCallback | None
+        self,
+        catalog: Catalog,
+        layout: Layout,
+        threads: int,
+        progress: ProgressCallback | None,
+        *,
+        lazy: bool,
     ) -> None:
         self._catalog = catalog
+        self._config = catalog.config
+        self._lazy = lazy
         self._layout = layout
         self._threads = threads
         self._progress = progress
@@ -311,7 +347,24 @@ class Attempt:
             named = copy_rows(self._catalog.index, index)
             with index.env.write() as transaction:
                 index.name_packs(transaction, named)
+            if self._lazy:
+                self._lean(index)
             yield index, named
+
+    @property
+    def _kept(self) -> Path:
+        """Where the copy of what is kept of remotes lies, until it is put in place."""
+        return self._layout.incoming / "remotes"
+
+    def _lean(self, index: Index) -> None:
+        """Let the new index lean on the remotes of the source.
+
+        Later than its rows: a fetch has settings and tables in place before its commit.
+        """
+        self._config = Config.load(self._catalog.layout)
+        fs.remove_tree(self._kept)
+        remotes.copy_kept(self._catalog.layout, self._config, self._kept, self._layout.remotes)
+        index.elsewhere = elsewhere_of(self._kept, self._config)
 
     def _opened(self, staged: Mapping[PackId, Path]) -> PackFiles:
         """Open the packs of the copy, and those that are not in place yet."""
@@ -346,5 +399,6 @@ class Attempt:
 
     def _prove(self, index: Index, copies: Sequence[NamedPack], files: Packs) -> None:
         tick = ProgressCounter("verify", sum(pack.size for pack in copies), self._progress)
-        proof = Proof(index, files, self._layout.block_size, self._findings)
+        source = self._catalog.packs
+        proof = Proof(index, files, source, self._layout.block_size, self._findings)
         proof.run(copies, tick, threads=self._threads)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+from msgspec.structs import replace
 
 from mstore import fs
 from mstore.blocks import lmdb_env
@@ -164,27 +165,60 @@ class Destination:
             finally:
                 lock.release()
 
+    def lean(self, fresh: Path, config: Config) -> None:
+        """Put in place what the next index needs of remotes; what the old one needs stays.
+
+        fresh: what is kept of them. config: the settings that `settle` will write.
+        """
+        layout = self.layout
+        fs.make_directory(layout.remotes, exist_ok=True)
+        fs.sync_directory(layout.root)
+        for name in fs.listed(fresh):
+            _replace(fresh / name, layout.remotes / name)
+        named = {one.name for one in config.remotes}
+        with suppress(Corrupt):
+            others = (one for one in Config.load(layout).remotes if one.name not in named)
+            config = replace(config, remotes=(*config.remotes, *others))
+        self._set(config)
+
     def replace_index(self, fresh: Path) -> None:
         """Put a whole new index in the place of the old one, in one step."""
-        fs.sync_directory(fresh)
-        fs.sync_directory(fresh.parent)
-        if self.layout.index.exists():
-            fs.exchange(fresh, self.layout.index)
-        else:
-            fs.rename(fresh, self.layout.index)
-        fs.sync_directory(self.layout.root)
+        _replace(fresh, self.layout.index)
 
-    def settle(self, config: Config) -> None:
-        """Write its settings, and the format file of a new one, which makes it a store."""
+    def settle(self, config: Config, *, lazy: bool) -> None:
+        """Write its settings, and the format file of a new one, which makes it a store.
+
+        lazy: whether it leans on remotes; what is kept of others goes.
+        """
+        layout = self.layout
+        self._set(config)
+        kept = {one.name for one in config.lazy_remotes} if lazy else set()
+        if fs.is_there(layout.remotes):
+            for name in fs.listed(layout.remotes):
+                if name not in kept:
+                    fs.remove_tree(layout.remotes / name)
+        if not (layout.root / "format").exists():
+            layouts.write_format(layout)
+            fs.sync_directory(layout.root.parent)
+
+    def _set(self, config: Config) -> None:
         layout = self.layout
         settings = None
         with suppress(Corrupt):
             settings = Config.load(layout)
         if settings != config:
             config.save(layout)
-        if not (layout.root / "format").exists():
-            layouts.write_format(layout)
-            fs.sync_directory(layout.root.parent)
+
+
+def _replace(fresh: Path, place: Path) -> None:
+    """Put a whole directory in the place of an old one, in one step."""
+    fs.sync_directory(fresh)
+    fs.sync_directory(fresh.parent)
+    if place.exists():
+        fs.exchange(fresh, place)
+    else:
+        fs.rename(fresh, place)
+    fs.sync_directory(place.parent)
 
 
 def _locked(layout: Layout) -> fs.LockFile:

@@ -112,7 +112,7 @@ def reindex(
             packs = PackFiles(layout.packs)
             index = Index(workplace / "index", create=True)
             # A tensor may lean on what remotes have: their tables are kept.
-            index.elsewhere = elsewhere_of(layout, config)
+            index.elsewhere = elsewhere_of(layout.remotes, config)
             try:
                 returned = unnamed_packs.bring_back(layout, packs, pack_rows.fits)
                 built = _Building(layout, index, packs, old, returned, progress).run()
