@@ -342,7 +342,12 @@ class OpenStore:
             if self._virtual is None:
                 from mstore.merge.virtual.blocks import VirtualBlocks
 
-                self._virtual = VirtualBlocks(self._catalog, self._memo, threads=thread_count(None))
+                self._virtual = VirtualBlocks(
+                    self._catalog,
+                    self._memo,
+                    self._cache_on_disk(self._catalog),
+                    threads=thread_count(None),
+                )
             return self._virtual
 
     def _cache_on_disk(self, catalog: Catalog) -> DiskCache:
