@@ -146,6 +146,18 @@ def test_some_are_kept(path: Path, kind: str) -> None:
     assert read(path) == (wanted, 0)
 
 
+def test_a_gap_that_is_remembered_is_not_read(path: Path) -> None:
+    """Where one block is missing, experts are read for it alone: the ties of the chunks before it
+    are those of the memo table."""
+    wanted = made(path)
+    read(path)
+    for file in blocks_in(path)[::5]:
+        file.unlink()
+        found, cost = read(path)
+        assert found == wanted
+        assert 0 < cost <= 3 * BLOCK
+
+
 def test_the_reader_has_its_bytes_first(path: Path) -> None:
     """Nobody waits for the disk: the reader has a block before its file is begun."""
     wanted = made(path)
@@ -154,6 +166,7 @@ def test_the_reader_has_its_bytes_first(path: Path) -> None:
     def wait(operation: Operation) -> None:
         if "/cache/" in operation.path and not has_read.wait(20):
             late.append(operation)
+            has_read.set()
 
     with Store.open(path) as store, observed(wait):
         view = fresh(store, REF)
@@ -165,8 +178,8 @@ def test_the_reader_has_its_bytes_first(path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_disk_that_fails(path: Path, code: int) -> None:
-    """On a full or failing disk blocks are not kept, and reads go on."""
+def test_a_disk_that_fails(path: Path, code: int, caplog: pytest.LogCaptureFixture) -> None:
+    """On a full or failing disk blocks are not kept, and reads go on in silence."""
     wanted = made(path)
     _, whole = read(path, limit=0)
 
@@ -176,6 +189,7 @@ def test_a_disk_that_fails(path: Path, code: int) -> None:
 
     with observed(fail):
         assert read(path) == (wanted, whole)
+    assert not caplog.records
     assert not blocks_in(path)
     read(path)
     assert read(path) == (wanted, 0)
