@@ -522,6 +522,32 @@ def test_the_cache_has_a_limit(family: Place, tmp_path: Path) -> None:
         assert not (store.path / "cache").exists()
 
 
+def test_one_cache_for_what_came_and_what_was_computed(family: Place, tmp_path: Path) -> None:
+    """A virtual merge whose blocks are in the cache brings nothing of experts; parts of packs and
+    computed blocks together have no more than the limit."""
+    Store.clone(family.url, tmp_path / "one", lazy=True)
+
+    def read(limit: int | None = None) -> int:
+        with Store.open(tmp_path / "one") as store:
+            store.cache_bytes_on_disk = limit
+            assert files(store, "virtual") == files(origin(family), "virtual")
+            return traffic(store).bytes
+
+    def used(kind: str = "*/*/*") -> int:
+        return sum(one.stat().st_size for one in (tmp_path / "one" / "cache").glob(kind))
+
+    first = read()
+    assert used("blocks/*/*") > 0
+    assert used() > used("blocks/*/*")
+    for one in (tmp_path / "one" / "cache").glob("??"):
+        shutil.rmtree(one)
+    assert read() < first / 2
+    limit = 200_000
+    for _ in range(2):
+        read(limit)
+        assert 0 < used() <= limit
+
+
 def test_gc_keeps_what_leans(lazy: Store) -> None:
     """gc of a lazy store drops nothing that refs need, whether it is here or there."""
     merged(lazy, "m", "base", "e1", "e2")

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from mstore.blocks.elsewhere import REQUESTS
 from mstore.remotes import lazy
-from mstore.remotes.cache import PartCache
 from mstore.remotes.layout import pack_name
 from mstore.remotes.lazy import RemoteParts
 from mstore.remotes.shared_directory import SharedDirectory
 from mstore.remotes.state import Remote
+from mstore.store.disk_cache import DiskCache
 from mstore.terms.errors import MstoreError, Unavailable
 from mstore.terms.ids import Buffer, PackId
 
@@ -78,7 +78,7 @@ class Place:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(packed(number))
         self._path = path
-        self.parts = RemoteParts(self.opens, PartCache(path / "cache", lambda: limit))
+        self.parts = RemoteParts(self.opens, DiskCache(path / "cache", lambda: limit))
 
     def opens(self, name: str) -> AbstractContextManager[Remote]:
         """Open the remote."""

@@ -116,8 +116,10 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(family: Path) -> Iterator[Store]:
-    """A store that tests only add merges of their own name to."""
+    """A store that tests only add merges of their own name to; it keeps no blocks on disk."""
     with Store.open(family / "store") as store:
+        # Merges share chunks.
+        store.cache_bytes_on_disk = 0
         yield store
 
 
@@ -149,6 +151,12 @@ def files_of(store: Store, revision: str) -> dict[str, bytes]:
     return {
         file.path: b"".join(store.read_file(revision, file.path)) for file in store.files(revision)
     }
+
+
+def forget(store: Store) -> None:
+    """Drop what the memo table has of merges."""
+    store._memo.flush()
+    store._memo.tidy(lambda blocks: [False] * len(blocks), lambda _: True)
 
 
 def fresh(store: Store, revision: str, *, limit: int = 64 << 20) -> SnapshotView:
@@ -187,6 +195,7 @@ def test_random_access(shared: Store, kind: str) -> None:
     """Any range, in any order, from a cache too small for it, is that range of the real merge."""
     name = f"random-{kind.replace(' ', '-')}"
     both(shared, name, **METHODS[kind])
+    forget(shared)
     wanted = files_of(shared, f"{name}/real")
     view = fresh(shared, f"{name}/virtual", limit=3 * BLOCK)
     draw = random.Random(kind)
@@ -203,6 +212,7 @@ def test_random_access(shared: Store, kind: str) -> None:
 def test_many_threads(store: Store, kind: str) -> None:
     """Threads that read one snapshot from everywhere at once get the real merge's bytes."""
     both(store, "m", **METHODS[kind])
+    forget(store)
     wanted = files_of(store, "m/real")
     view = fresh(store, "m/virtual", limit=4 * BLOCK)
     draw = random.Random(7)
@@ -221,11 +231,15 @@ def test_many_threads(store: Store, kind: str) -> None:
         assert all(stream.result() == wanted for stream in streams)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("is_remembered", [False, True])
 @pytest.mark.parametrize("kind", ["ties", "breadcrumbs", "breadcrumbs on a budget"])
-def test_backwards(store: Store, kind: str) -> None:
-    """From the last block to the first: the ties of the gap are counted first, and once."""
+def test_backwards(store: Store, kind: str, *, is_remembered: bool) -> None:
+    """From the last block to the first: the ties of the gap are counted first, and once, or are
+    those of the memo table."""
     both(store, "m", **METHODS[kind])
+    if not is_remembered:
+        forget(store)
     wanted = files_of(store, "m/real")
     view = fresh(store, "m/virtual")
     for path, content in wanted.items():

@@ -157,8 +157,8 @@ KEYS: Final[Mapping[str, Key]] = MappingProxyType(
                 str,
                 str,
                 _no_size,
-                "the most that each store keeps of what it reads at lazy remotes; a tenth of the "
-                "disk unless it is set",
+                "the most that each store keeps on its disk of what it reads at lazy remotes and "
+                "computes of virtual merges; a tenth of the disk unless it is set",
             ),
         )
     }

@@ -41,11 +41,6 @@ class Exchanging(OpenStore):
     """Servers that may get credentials, though the store's settings name them; see `trust`."""
     token: str = ""
     """Says who asks, to web servers that `trust` names."""
-    cache_bytes_on_disk: int | None = None
-    """The most bytes of `cache/`, which keeps what came of lazy remotes; None: a tenth of the disk.
-
-    Set it before anything is read.
-    """
     s3_credentials: Callable[[], Any] | None = None
     """Gives credentials for s3:// (a credential provider of obstore); None: the environment does.
 
@@ -474,11 +469,9 @@ class Exchanging(OpenStore):
     def _lean(self, catalog: Catalog) -> None:
         elsewhere = catalog.index.elsewhere
         if elsewhere is not None and elsewhere.reader is None:
-            from mstore.remotes import registry
+            from mstore.remotes.lazy import RemoteParts
 
-            elsewhere.reader = registry.reader_of(
-                catalog, self._remote, lambda: self.cache_bytes_on_disk
-            )
+            elsewhere.reader = RemoteParts(self._remote, self._cache_on_disk(catalog))
 
     def _outgoing(self, progress: ProgressCallback | None) -> OutgoingStatistics:
         from mstore.remotes.statistics import OutgoingStatistics

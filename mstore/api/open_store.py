@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.models.stats.store import StatsStore
     from mstore.store.block_cache import BlockCache
+    from mstore.store.disk_cache import DiskCache
     from mstore.store.memo import Memo
     from mstore.store.objects.manifest import File
     from mstore.store.objects.plan import Plan
@@ -44,6 +45,13 @@ class OpenStore:
 
     Use a store as a context manager, or call `close`.  Two are equal if they are of one directory,
     however its path was written.
+    """
+
+    cache_bytes_on_disk: int | None = None
+    """The most bytes of `cache/`, which keeps computed blocks of virtual merges, and what came of
+    lazy remotes; None: a tenth of the disk.
+
+    Set it before anything is read.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -67,7 +75,6 @@ class OpenStore:
         self._author = author
         if catalog is not None:
             catalog.author = lambda: self.author
-            self._lean(catalog)
         self._path = path
         self._place = os.path.realpath(path)
         self._opened = catalog
@@ -91,6 +98,9 @@ class OpenStore:
         self._views_lock = Lock()
         self._virtual: VirtualBlocks | None = None
         self._virtual_lock = Lock()
+        self._on_disk: DiskCache | None = None
+        if catalog is not None:
+            self._lean(catalog)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._path)!r})"
@@ -337,8 +347,22 @@ class OpenStore:
             if self._virtual is None:
                 from mstore.merge.virtual.blocks import VirtualBlocks
 
-                self._virtual = VirtualBlocks(self._catalog, self._memo, threads=thread_count(None))
+                self._virtual = VirtualBlocks(
+                    self._catalog,
+                    self._memo,
+                    self._cache_on_disk(self._catalog),
+                    threads=thread_count(None),
+                )
             return self._virtual
+
+    def _cache_on_disk(self, catalog: Catalog) -> DiskCache:
+        """The one cache of this store on its disk."""
+        from mstore.store.disk_cache import DiskCache
+
+        with self._lock:
+            if self._on_disk is None:
+                self._on_disk = DiskCache(catalog.layout.cache, lambda: self.cache_bytes_on_disk)
+            return self._on_disk
 
     @property
     def _memo(self) -> Memo:

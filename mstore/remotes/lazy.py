@@ -20,10 +20,10 @@ import msgspec
 
 from mstore.blocks.elsewhere import REQUEST_BYTES, REQUESTS, PartReader, Traffic
 from mstore.blocks.packs import PackGone
-from mstore.remotes.cache import PartCache, gaps
 from mstore.remotes.layout import pack_name
 from mstore.remotes.objects import Absent
 from mstore.remotes.state import Opens, Remote
+from mstore.store.disk_cache import DiskCache, PackPart, gaps
 from mstore.terms.errors import MstoreError, RemoteAway, Unavailable
 from mstore.terms.ids import Buffer, PackId
 from mstore.terms.phrases import call, phrase
@@ -50,7 +50,7 @@ class _Span(msgspec.Struct, eq=False):
 class RemoteParts(PartReader):
     """Reads packs of remotes through a cache.  traffic: counts what is brought."""
 
-    def __init__(self, opens: Opens, cache: PartCache) -> None:
+    def __init__(self, opens: Opens, cache: DiskCache) -> None:
         self._opens = opens
         self._cache = cache
         self.traffic = Traffic()
@@ -75,17 +75,18 @@ class RemoteParts(PartReader):
     # -- what --------------------------------------------------------------------------------
 
     def read(self, name: str, pack: PackId, offset: int, length: int) -> Buffer:
-        kept = self._cache.get(pack, offset, length)
+        part = PackPart(pack, offset, length)
+        kept = self._cache.get(part)
         if kept is not None:
             return kept
         data = self._ahead(pack, offset, length)
         if data is None:
             data = self._bring(name, pack, offset, length)
-        self._cache.put(pack, offset, data)
+        self._cache.put(part, data)
         return data
 
     def forget(self, pack: PackId, offset: int, length: int) -> None:
-        self._cache.remove(pack, offset, length)
+        self._cache.remove(PackPart(pack, offset, length))
 
     def _bring(self, name: str, pack: PackId, offset: int, length: int) -> Buffer:
         """Read a range at the remote."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -23,7 +23,7 @@ from mstore.remotes.layout import read_root
 from mstore.remotes.limited import limited
 from mstore.remotes.needs import LocalRecords, lineage
 from mstore.remotes.objects import Absent, Objects
-from mstore.remotes.state import Opens, Remote, RemoteState
+from mstore.remotes.state import Remote, RemoteState
 from mstore.remotes.tracking import may_write
 from mstore.store import refs
 from mstore.store.catalog import Catalog
@@ -36,9 +36,6 @@ from mstore.terms.ids import Revision, SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, Report
 from mstore.upkeep.backup.backup import CloneReport
-
-if TYPE_CHECKING:
-    from mstore.blocks.elsewhere import PartReader
 
 ORIGIN = "origin"
 
@@ -128,18 +125,6 @@ def set_lazy(catalog: Catalog, name: str) -> None:
     if not config.lazy:
         others = (one for one in catalog.config.remotes if one.name != name)
         catalog.set_remotes((*others, msgspec.structs.replace(config, lazy=True)))
-
-
-def reader_of(
-    catalog: Catalog,
-    opens: Opens,
-    limit: Callable[[], int | None],
-) -> PartReader:
-    """Return what reads the lazy remotes of a store.  limit: of the cache, in bytes."""
-    from mstore.remotes.cache import PartCache
-    from mstore.remotes.lazy import RemoteParts
-
-    return RemoteParts(opens, PartCache(catalog.layout.cache, limit))
 
 
 def add(catalog: Catalog, config: RemoteConfig) -> RemoteReport:

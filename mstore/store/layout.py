@@ -10,7 +10,7 @@ STORE/
   memo/       LMDB: what merges made, can be thrown away; made by the first merge
   refs/       text mirror of the refs, and the list of packs
   remotes/    what is known of remotes, can be read again; missing while there is none
-  cache/      parts of packs of lazy remotes, can be thrown away; missing while there is none
+  cache/      what lazy remotes sent and virtual merges made, can be thrown away; may be missing
   lost+found/ packs that the index does not know; missing while there is none
   tmp/        one directory a running operation; garbage when its owner is gone
 """
@@ -171,7 +171,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def cache(self) -> Path:
-        """Parts of packs that lie elsewhere (`mstore.remotes.cache`).  May be missing."""
+        """What came from elsewhere or was computed (`mstore.store.disk_cache`).  May be missing."""
         return self.root / "cache"
 
     @property
@@ -219,7 +219,7 @@ def for_a_full_disk(layout: Layout) -> Iterator[None]:
 
 def _room(layout: Layout) -> str:
     asides = sorted(layout.root.glob("*.damaged-*"))
-    found = [path for path in (layout.stats, layout.memo, *asides) if path.is_dir()]
+    found = [path for path in (layout.cache, layout.stats, layout.memo, *asides) if path.is_dir()]
     if not found:
         return "remove files of 8 MiB from this disk, outside the store, and run the command again"
     named = " ".join(shlex.quote(str(path)) for path in found)

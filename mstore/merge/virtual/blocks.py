@@ -1,9 +1,10 @@
 """Virtual blocks: blocks of merges that were committed as plans, computed when they are read.
 
 Owns the way from a virtual tensor and a block number to verified bytes: task, inputs, kernel, id.
-Keeps no blocks: that is the reader's cache (`store.block_cache`). The memo table keeps the id of
-every block that was computed, even while the block itself is stored nowhere; a block that comes out
-differently than before is Corrupt, and never returned.
+Keeps no blocks in memory: that is the reader's cache (`store.block_cache`). The memo table keeps
+the id of every block that was computed, even while the block itself is stored nowhere; a block that
+comes out differently than before is Corrupt, and never returned. A block of a remembered id that
+the cache on disk has is not computed (`merge.virtual.kept`).
 
 The bytes are those of the real merge of the same plan. Reads of experts are charged as in that
 merge, but chunk by chunk: each to a limit of what the plan reads for it, in bytes at rest at that
@@ -26,12 +27,15 @@ import numpy.typing as npt
 from mstore.blocks.reader import Meter
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import blend, count_new, tie_counts
+from mstore.merge.running.finished import Shape
 from mstore.merge.running.loading import LoadBuffers, Loaded, load, will_need
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.slices import TiePrefix, grant_of
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
+from mstore.merge.virtual.kept import KeptBlocks
 from mstore.store.block_cache import VirtualBlock
 from mstore.store.catalog import Catalog
+from mstore.store.disk_cache import ComputedBlock, DiskCache
 from mstore.store.memo import Memo
 from mstore.store.objects.plan import READ, Plan
 from mstore.store.objects.tensor import Tensor, VirtualTensor, partition
@@ -42,10 +46,10 @@ from mstore.terms.phrases import call
 
 _BATCH = 32
 _BATCHES_KEPT = 16
-_FLUSH_ROWS = 1024
 
 
 _Batch = dict[int, tuple[bytes, ChunkTask]]
+_Made = list[tuple[ComputedBlock, Buffer]]
 
 
 class _VirtualPlan:
@@ -77,6 +81,7 @@ class _Tensor:
         members = plan.tasks.members(record.tensor)
         self.base: Tensor = members.base
         self.states = members.states
+        self.shape = Shape(self.task, members, catalog.block_size)
         self.reused: npt.NDArray[np.bool_] = plan.tasks.reused(self.task)
         self.blocks = record.blocks(catalog.block_size)
         self.per_chunk = (
@@ -125,9 +130,9 @@ class _Tensor:
 class VirtualBlocks:
     """Computes virtual blocks for the views of one store (`mstore.store.block_cache.Computing`)."""
 
-    def __init__(self, catalog: Catalog, memo: Memo, *, threads: int) -> None:
+    def __init__(self, catalog: Catalog, memo: Memo, cache: DiskCache, *, threads: int) -> None:
         self._catalog = catalog
-        self._memo = memo
+        self._kept = KeptBlocks(memo, cache)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "virtual")
         self._lock = threading.Lock()
@@ -138,12 +143,11 @@ class VirtualBlocks:
         self._scratch = LoadBuffers()
         self._gap_scratch = LoadBuffers()
         self._base_meter = Meter("base")
-        self._unflushed = 0
 
     def close(self) -> None:
-        """Finish running computations, cancel waiting ones, and write the memo table."""
+        """Finish running computations, cancel waiting ones, and write what is to be kept."""
         self._pool.shutdown(cancel_futures=True)
-        self._flush()
+        self._kept.flush()
 
     @property
     def first_expert_bytes(self) -> int:
@@ -171,13 +175,20 @@ class VirtualBlocks:
         return tensor.numbers(block.number // tensor.per_chunk)
 
     def submit(self, tensor: VirtualId, group: range) -> Future[list[Buffer]]:
-        """Compute a group on the pool, and read its inputs ahead meanwhile."""
+        """Read or compute a group on the pool, and read its inputs ahead meanwhile."""
         found = self._tensor(tensor)
         number = group.start // found.per_chunk
         with suppress(MstoreError):
             # The worker meets the same error and reports it to the reader.
-            will_need([self._chunk(found, number)[1]], self._catalog.packs)
-        return self._pool.submit(self._compute, found, number)
+            key, task = self._chunk(found, number)
+            row = self._row(found, number, key)
+            if row is None or not self._kept.has(self._blocks(task, row)):
+                will_need([task], self._catalog.packs)
+        made: _Made = []
+        future = self._pool.submit(self._read, found, number, made)
+        # Called by the thread that computed, after those who wait for the blocks were woken.
+        future.add_done_callback(lambda _: self._kept.keep(made))
+        return future
 
     def _tensor(self, id: VirtualId) -> _Tensor:
         found = self._tensors.get(id)
@@ -213,9 +224,28 @@ class VirtualBlocks:
         with self._lock:
             self._batches.pop((tensor, number - number % _BATCH), None)
 
+    # -- what is kept --------------------------------------------------------------------------
+
+    def _row(self, tensor: _Tensor, number: int, key: bytes) -> Remembered | None:
+        row = self._kept.row(key)
+        return row if row is not None and tensor.shape.fits(number, row) else None
+
+    def _blocks(self, task: ChunkTask, row: Remembered) -> list[ComputedBlock]:
+        pieces = partition(task.out_bytes, self._catalog.block_size)
+        return [
+            ComputedBlock(id, length) for id, (_, length) in zip(row.blocks, pieces, strict=True)
+        ]
+
+    def _read(self, tensor: _Tensor, number: int, made: _Made) -> list[Buffer]:
+        """Return the blocks of a chunk: from the cache on disk; else computed, and in `made`."""
+        key, task = self._chunk(tensor, number)
+        row = self._row(tensor, number, key)
+        kept = None if row is None else self._kept.read(self._blocks(task, row))
+        return self._compute(tensor, number, made) if kept is None else kept
+
     # -- computing -----------------------------------------------------------------------------
 
-    def _compute(self, tensor: _Tensor, number: int) -> list[Buffer]:
+    def _compute(self, tensor: _Tensor, number: int, made: _Made) -> list[Buffer]:
         with tensor.prefix.counting(number) if tensor.prefix is not None else nullcontext():
             key, loaded = self._load(tensor, number, self._scratch)
             quotas, taken = self._quotas(tensor, loaded)
@@ -227,14 +257,15 @@ class VirtualBlocks:
             for start, length in partition(len(out), self._catalog.block_size)
         ]
         ids = [BlockId.of(block) for block in blocks]
-        self._verify(tensor, number, key, Remembered.of(task, ids, taken, count_new(loaded, out)))
+        row = Remembered.of(task, ids, taken, count_new(loaded, out))
+        self._verify(tensor, number, key, row)
+        made += zip(self._blocks(task, row), blocks, strict=True)
         return blocks
 
     def _verify(self, tensor: _Tensor, number: int, key: bytes, made: Remembered) -> None:
-        row = self._memo.outputs([key])[0]
-        known = None if row is None else Remembered.decode(row)
+        known = self._kept.row(key)
         if known is None:
-            self._remember(key, made.encode())
+            self._kept.remember(key, made)
         elif known.blocks != made.blocks:
             numbers = tensor.numbers(number)
             pairs = zip(known.blocks, made.blocks, numbers, strict=False)
@@ -279,23 +310,11 @@ class VirtualBlocks:
         return np.array(grant.quotas, dtype=np.int64), grant.taken
 
     def _count(self, tensor: _Tensor, number: int, wanted: list[bool]) -> Sequence[int]:
-        """Count the ties of a chunk that was not read yet, for the quotas of a later one."""
+        """Count the ties of a chunk that was not computed, for the quotas of a later one."""
         if tensor.reused[number]:
             return [0] * len(wanted)
+        row = self._row(tensor, number, self._chunk(tensor, number)[0])
+        if row is not None:
+            return tensor.shape.ties(number, row)
         _, loaded = self._load(tensor, number, self._gap_scratch)
         return tie_counts(loaded, wanted)
-
-    def _remember(self, key: bytes, row: bytes) -> None:
-        self._memo.put_outputs([(key, row)])
-        with self._lock:
-            self._unflushed += 1
-            due = self._unflushed >= _FLUSH_ROWS
-        if due:
-            self._flush()
-
-    def _flush(self) -> None:
-        with self._lock:
-            self._unflushed = 0
-        # The store may be another user's: without a memo row the block is recomputed unchecked.
-        with suppress(MstoreError):
-            self._memo.flush()

@@ -1,15 +1,17 @@
-"""A cache on disk of parts of packs that lie elsewhere, for all processes of a store.
+"""A cache on disk for all processes of a store: of what comes from elsewhere or was computed.
 
-    cache/ab/<PackId>/<offset>-<length>   bytes of that part, then a check of 32 bytes
-    cache/size                            bytes of all parts, in digits: these or fewer
-    cache/lock                            held while that changes, and while parts are removed
+    cache/ab/<PackId>/<offset>-<length>   that part of a pack, then a check of 32 bytes
+    cache/blocks/a/<BlockId>              a block that lies in no pack, then its id
+    cache/size                            bytes of all these files, in digits: these or fewer
+    cache/lock                            held while that changes, and while files are removed
 
-A part is what one payload takes, as it lies in the pack, so a reader proves it by its id in any
-case; the check tells it from a file that was flipped or cut, which is then a part that is missing.
-Nothing is synced and all may be removed at any time: a part that is gone is brought again.
+A part of a pack is what one payload takes, as it lies in the pack, so a reader proves it by its id
+in any case; the check tells it from a file that was flipped or cut, which is then a part that is
+missing. A block is compared with its id whenever it is read. Nothing is synced and all may be
+removed at any time: what is gone is brought or computed again.
 
 The limit is hard: a file has its full size before its bytes, and what was used longest ago goes to
-make room for it. A process that was killed leaves a number that is too large, until parts are
+make room for it. A process that was killed leaves a number that is too large, until files are
 removed the next time and all are counted.
 """
 
@@ -22,13 +24,13 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Final
+from typing import Final, NamedTuple
 
 from blake3 import blake3
 
 from mstore import fs
 from mstore.terms.errors import Conflict, MstoreError
-from mstore.terms.ids import Buffer, PackId
+from mstore.terms.ids import BlockId, Buffer, PackId
 
 _CHECK: Final = 32
 _LEFT: Final = 0.9
@@ -45,11 +47,57 @@ def _usual_limit(directory: Path) -> int:
     return int(status.f_blocks * status.f_frsize * SHARE)
 
 
-class PartCache:
-    """The cached parts of packs of one store; for any number of threads.
+class PackPart(NamedTuple):
+    """What one payload takes of a pack."""
+
+    pack: PackId
+    offset: int
+    length: int
+
+    @property
+    def path(self) -> str:
+        return f"{_directory_of(self.pack)}/{self.offset:x}-{self.length:x}"
+
+    def seal(self, data: Buffer) -> bytes:
+        """Return what follows these bytes in the file."""
+        hasher = blake3(derive_key_context="mstore 1 part of a pack")
+        hasher.update(self.pack + self.offset.to_bytes(8, "big"))
+        hasher.update(data)
+        return hasher.digest()
+
+    def is_proved(self, data: Buffer, seal: Buffer) -> bool:
+        """Return whether these are the bytes that were put."""
+        return seal == self.seal(data)
+
+
+class ComputedBlock(NamedTuple):
+    """A block that lies in no pack."""
+
+    id: BlockId
+    length: int
+
+    @property
+    def path(self) -> str:
+        name = self.id.hex()
+        return f"blocks/{name[:1]}/{name}"
+
+    def seal(self, data: Buffer) -> bytes:
+        """Return what follows the block in the file; whoever puts it has compared the id."""
+        return bytes(self.id)
+
+    def is_proved(self, data: Buffer, seal: Buffer) -> bool:
+        """Return whether these are the bytes of the id."""
+        return seal == self.id and BlockId.of(data) == self.id
+
+
+Key = PackPart | ComputedBlock
+
+
+class DiskCache:
+    """Parts of packs and computed blocks of one store on its disk; for any number of threads.
 
     limit: asked once, for the bytes of all files; 0 for no cache, None for a tenth of the disk.  No
-    call raises for what is wrong with the disk: then parts are missing, or are not kept.
+    call raises for what is wrong with the disk: then something is missing, or is not kept.
     """
 
     def __init__(self, directory: Path, limit: Callable[[], int | None]) -> None:
@@ -63,32 +111,37 @@ class PartCache:
         asked = self._asked()
         return _usual_limit(self._directory.parent) if asked is None else asked
 
-    def get(self, pack: PackId, offset: int, length: int) -> Buffer | None:
-        """Return a part; None if it is not here, or not what was put."""
-        path = self._path(pack, (offset, length))
+    def get(self, key: Key) -> Buffer | None:
+        """Return what was put; None if it is not here, or is not that any more."""
+        path = self._path(key)
         try:
-            data = fs.read_file(path, length + _CHECK + 1)
+            data = fs.read_file(path, key.length + _CHECK + 1)
         except MstoreError:
-            self._forget(pack, (offset, length))
+            self._note(key, is_here=False)
             return None
         view = memoryview(data)
-        if len(data) != length + _CHECK or data[length:] != _check(pack, offset, view[:length]):
-            self.remove(pack, offset, length)
+        is_whole = len(data) == key.length + _CHECK
+        if not is_whole or not key.is_proved(view[: key.length], data[key.length :]):
+            self.remove(key)
             return None
         with suppress(MstoreError):
             fs.mark_used(path)
-        return view[:length]
+        return view[: key.length]
 
-    def put(self, pack: PackId, offset: int, data: Buffer) -> None:
-        """Keep a part, if there is room for it."""
-        size = len(data) + _CHECK
-        if size > self._limit // 4:
+    def has(self, key: Key) -> bool:
+        """Return whether there is a file for it; only `get` proves what is in it."""
+        with suppress(MstoreError, OSError):
+            return fs.is_there(self._path(key))
+        return False
+
+    def put(self, key: Key, data: Buffer) -> None:
+        """Keep these bytes, if there is room for them."""
+        if key.length + _CHECK > self._limit // 4:
             return
-        part = offset, len(data)
-        path = self._path(pack, part)
+        path = self._path(key)
         with suppress(MstoreError):
-            fs.make_directories(path.parent)
-            file = self._begun(path.parent, len(data), _check(pack, offset, data))
+            self._make_directories(path.parent)
+            file = self._begun(path.parent, key.length, key.seal(data))
             if file is None:
                 return
             try:
@@ -98,14 +151,12 @@ class PartCache:
             except BaseException:
                 file.abandon()
                 raise
-            with self._lock:
-                if pack in self._known:
-                    self._known[pack].add(part)
+            self._note(key, is_here=True)
 
-    def remove(self, pack: PackId, offset: int, length: int) -> bool:
-        """Remove a part; return whether it was there."""
-        path = self._path(pack, (offset, length))
-        self._forget(pack, (offset, length))
+    def remove(self, key: Key) -> bool:
+        """Remove what was put; return whether it was there."""
+        path = self._path(key)
+        self._note(key, is_here=False)
         with suppress(MstoreError, OSError):
             if fs.is_there(path):
                 fs.unlink(path, missing_ok=True)
@@ -120,20 +171,30 @@ class PartCache:
     def _parts(self, pack: PackId) -> set[_Part]:
         with self._lock:
             if pack not in self._known:
-                self._known[pack] = set(_listed(self._path(pack, (0, 0)).parent))
+                self._known[pack] = set(_listed(self._directory / _directory_of(pack)))
             return set(self._known[pack])
 
-    def _forget(self, pack: PackId, part: _Part) -> None:
-        with self._lock:
-            self._known.get(pack, set()).discard(part)
+    def _note(self, key: Key, *, is_here: bool) -> None:
+        """Know of a part of a pack whether it is here, for `missing`."""
+        if isinstance(key, PackPart):
+            with self._lock:
+                known = self._known.get(key.pack, set())
+                (known.add if is_here else known.discard)((key.offset, key.length))
 
-    def _path(self, pack: PackId, part: _Part) -> Path:
-        return self._directory / pack.hex()[:2] / pack.hex() / f"{part[0]:x}-{part[1]:x}"
+    def _make_directories(self, path: Path) -> None:
+        """Create a directory of the cache and those above it; nothing of them need be durable."""
+        if not path.is_dir():
+            if path != self._directory:
+                self._make_directories(path.parent)
+            fs.make_directory(path, exist_ok=True)
+
+    def _path(self, key: Key) -> Path:
+        return self._directory / key.path
 
     # -- room --------------------------------------------------------------------------------
 
     def _begun(self, directory: Path, length: int, check: bytes) -> fs.NewFile | None:
-        """Begin the file of a part, at its full size; None if there is no room for it."""
+        """Begin a file, at its full size; None if there is no room for it."""
         size = length + len(check)
         with fs.locked(self._directory / "lock"):
             path = self._directory / "size"
@@ -185,11 +246,9 @@ def gaps(parts: Iterable[tuple[int, int]], start: int, end: int) -> Iterator[tup
         yield start, end
 
 
-def _check(pack: PackId, offset: int, data: Buffer) -> bytes:
-    hasher = blake3(derive_key_context="mstore 1 part of a pack")
-    hasher.update(pack + offset.to_bytes(8, "big"))
-    hasher.update(data)
-    return hasher.digest()
+def _directory_of(pack: PackId) -> str:
+    name = pack.hex()
+    return f"{name[:2]}/{name}"
 
 
 def _number(path: Path) -> int | None:
@@ -207,7 +266,7 @@ def _listed(directory: Path) -> Iterator[_Part]:
 
 
 def _tree(directory: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the directories of packs, and the names in them."""
+    """Yield the directories of parts and of blocks, and the names in them."""
     with suppress(OSError, Conflict):
         for above, packs in fs.listed_below(directory):
             for pack in packs:

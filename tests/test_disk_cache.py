@@ -1,4 +1,4 @@
-"""The cache of a lazy store on a disk: its limit, what is wrong in it, and a disk that is full."""
+"""The cache of a store on a disk: its limit, what is wrong in it, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -20,28 +20,36 @@ from hypothesis import strategies as st
 
 from mstore import fs
 from mstore.fs import Operation
-from mstore.remotes.cache import PartCache
-from mstore.terms.ids import PackId
+from mstore.store.disk_cache import ComputedBlock, DiskCache, PackPart
+from mstore.terms.ids import BlockId, PackId
 
 LIMIT: Final = 40_000
 CHECK: Final = 32
 PACKS: Final = [PackId(bytes([number]) * 32) for number in range(3)]
 SPAN: Final = 4_000
 Part = tuple[int, int, int]
-"""Number of a pack, offset, length."""
-parts = st.tuples(st.integers(0, 2), st.integers(0, SPAN), st.integers(0, LIMIT // 3))
+"""Number of a pack, offset, length; COMPUTED in place of a pack: a block that lies in none."""
+COMPUTED: Final = 3
+parts = st.tuples(st.integers(0, COMPUTED), st.integers(0, SPAN), st.integers(0, LIMIT // 3))
 
 
 def content(part: Part) -> bytes:
-    """What a pack has there."""
+    """What a pack has there, or the block."""
     pack, offset, length = part
     whole = random.Random(pack).randbytes(SPAN + LIMIT)
     return whole[offset : offset + length]
 
 
-def cache_at(path: Path, limit: int = LIMIT) -> PartCache:
+def key_of(part: Part) -> PackPart | ComputedBlock:
+    """What the cache calls it."""
+    if part[0] == COMPUTED:
+        return ComputedBlock(BlockId.of(content(part)), part[2])
+    return PackPart(PACKS[part[0]], part[1], part[2])
+
+
+def cache_at(path: Path, limit: int = LIMIT) -> DiskCache:
     """A cache, as a store opens it."""
-    return PartCache(path / "cache", lambda: limit)
+    return DiskCache(path / "cache", lambda: limit)
 
 
 def used(path: Path) -> int:
@@ -59,19 +67,22 @@ def used(path: Path) -> int:
     return sum(sizes.values())
 
 
-def put(cache: PartCache, part: Part) -> None:
+def put(cache: DiskCache, part: Part) -> None:
     """Keep a part."""
-    cache.put(PACKS[part[0]], part[1], content(part))
+    cache.put(key_of(part), content(part))
 
 
-def got(cache: PartCache, part: Part) -> bytes | None:
+def got(cache: DiskCache, part: Part) -> bytes | None:
     """Return a part."""
-    found = cache.get(PACKS[part[0]], part[1], part[2])
+    found = cache.get(key_of(part))
     return None if found is None else bytes(found)
 
 
 def file_of(path: Path, part: Part) -> Path:
     """The file of a part."""
+    if part[0] == COMPUTED:
+        name = BlockId.of(content(part)).hex()
+        return path / "cache" / "blocks" / name[:1] / name
     name = PACKS[part[0]].hex()
     return path / "cache" / name[:2] / name / f"{part[1]:x}-{part[2]:x}"
 
@@ -97,7 +108,7 @@ def test_never_over_its_limit(
         elif act == "get":
             assert got(cache, part) in (None, content(part))
         elif act == "remove":
-            cache.remove(PACKS[part[0]], part[1], part[2])
+            cache.remove(key_of(part))
             assert got(cache, part) is None
         else:
             cache = cache_at(path, limit)
@@ -105,15 +116,16 @@ def test_never_over_its_limit(
 
 
 def test_what_was_used_last_stays(tmp_path: Path) -> None:
-    """Parts that are read stay, and those that nobody reads go."""
+    """Parts and blocks that are read stay, and those that nobody reads go."""
     cache = cache_at(tmp_path)
-    often: Part = (0, 0, 1000)
-    put(cache, often)
-    for number in range(200):
-        put(cache, (1, number, 1000))
-        assert got(cache, often) == content(often)
-    assert got(cache, (1, 199, 1000)) is not None
-    assert got(cache, (1, 0, 1000)) is None
+    often: list[Part] = [(0, 0, 1000), (COMPUTED, 0, 1000)]
+    for part in often:
+        put(cache, part)
+    for number in range(1, 200):
+        put(cache, (number % 2 * COMPUTED, number, 1000))
+        assert [got(cache, part) for part in often] == [content(part) for part in often]
+    for number, is_here in ((199, True), (198, True), (1, False), (2, False)):
+        assert (got(cache, (number % 2 * COMPUTED, number, 1000)) is not None) == is_here
 
 
 def test_never_over_its_limit_with_threads(tmp_path: Path) -> None:
@@ -124,7 +136,7 @@ def test_never_over_its_limit_with_threads(tmp_path: Path) -> None:
     def work(seed: int) -> None:
         draw = random.Random(seed)
         for _ in range(60):
-            part = (draw.randrange(3), draw.randrange(40), draw.choice([500, 3000, 9000]))
+            part = (draw.randrange(4), draw.randrange(40), draw.choice([500, 3000, 9000]))
             put(cache, part)
             if got(cache, part) not in (None, content(part)):
                 wrong.append(part)
@@ -147,11 +159,11 @@ def test_never_over_its_limit_with_threads(tmp_path: Path) -> None:
 PROGRAM = """
 import random, sys
 from pathlib import Path
-from test_lazy_cache import cache_at, content, got, put
+from test_disk_cache import cache_at, content, got, put
 draw, path = random.Random(int(sys.argv[1])), Path(sys.argv[2])
 caches = [cache_at(path) for _ in range(8)]
 for _ in range(150):
-    part = (draw.randrange(3), draw.randrange(40), draw.choice([500, 3000, 9000]))
+    part = (draw.randrange(4), draw.randrange(40), draw.choice([500, 3000, 9000]))
     cache = draw.choice(caches)
     put(cache, part)
     assert got(cache, part) in (None, content(part))
@@ -230,12 +242,14 @@ def test_a_part_that_is_wrong_is_a_miss(
         assert used(path) <= LIMIT
 
 
+@pytest.mark.parametrize("kind", [0, COMPUTED])
 @pytest.mark.parametrize("linked", ["part", "pack", "above", "cache"])
-def test_no_link_is_followed(tmp_path: Path, linked: str) -> None:
+def test_no_link_is_followed(tmp_path: Path, linked: str, kind: int) -> None:
     """A link in the place of a part, or of a directory above it, is not followed: nothing outside
     is read, written, touched or removed."""
     outside = tmp_path / "outside"
-    part: Part = (0, 0, 1000)
+    outside.mkdir()
+    part: Part = (kind, 0, 1000)
     put(cache_at(outside), part)
     kept = file_of(outside, part)
     os.utime(kept, ns=(10**9, 10**9))
@@ -255,19 +269,20 @@ def test_no_link_is_followed(tmp_path: Path, linked: str) -> None:
     cache = cache_at(store)
     assert got(cache, part) is None
     for number in range(60):
-        put(cache, (0, number, 1000))
+        put(cache, (kind, number, 1000))
         put(cache, (1, number, 1000))
     list(cache.missing(PACKS[0], 0, 10_000))
-    cache.remove(PACKS[0], 0, 1000)
+    cache.remove(key_of(part))
     after = {one: one.lstat() for one in outside.rglob("*")}
     assert after == before
     root.close()
 
 
-def test_a_directory_in_the_place_of_a_part_ends_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [0, COMPUTED])
+def test_a_directory_in_the_place_of_a_part_ends_nothing(tmp_path: Path, kind: int) -> None:
     """What cannot be removed is passed over when room is made."""
     cache = cache_at(tmp_path)
-    odd = file_of(tmp_path, (0, 0, 1000))
+    odd = file_of(tmp_path, (kind, 0, 1000))
     odd.mkdir(parents=True)
     os.utime(odd, ns=(0, 0))
     for number in range(1, 200):
@@ -295,7 +310,7 @@ def test_a_disk_that_fails(tmp_path: Path, kind: str, code: int) -> None:
     with fs.observed(fail):
         for number in range(80):
             put(cache, (0, number, 1000))
-            cache.remove(PACKS[1], number, 1000)
+            cache.remove(key_of((1, number, 1000)))
             assert got(cache, (0, number, 1000)) in (None, content((0, number, 1000)))
         if kind != "unlink":
             assert got(cache, (0, 79, 1000)) is None
@@ -333,7 +348,7 @@ def test_missing_names_the_gaps(
     for part in kept:
         put(cache, part)
     for part in kept[:removed]:
-        cache.remove(PACKS[0], part[1], part[2])
+        cache.remove(key_of(part))
     there = set(kept) - set(kept[:removed])
     covered = {at for _, offset, size in there for at in range(offset, offset + size)}
     if is_new:
