@@ -65,6 +65,20 @@ class Place:
         """Add a model to a branch."""
         return store.add(self.model(seed, tuned), name=name, threads=1, **options).snapshot
 
+    def author(self, experts: int) -> Store:
+        """A store with `base` and its tunes `e1`, `e2` and so on, of seed 1."""
+        made = self.store("origin")
+        self.add(made, "base", 1)
+        for number in range(1, experts + 1):
+            self.add(made, f"e{number}", 1, number, base="base")
+        return made
+
+    def lazy(self, path: Path) -> Store:
+        """A lazy store with all that the remote has."""
+        made = Store.open(Store.clone(self.url, path, lazy=True).path)
+        self._opened.callback(made.close)
+        return made
+
     # -- the remote itself -----------------------------------------------------------------------
 
     def objects(self) -> SharedDirectory:

@@ -24,12 +24,6 @@ from mstore.terms.ids import BlockId
 __all__ = ["place"]
 
 
-def lazy_clone(made: Place, name: str) -> Store:
-    """A lazy store of what the remote has."""
-    Store.clone(made.url, made.path / name, lazy=True)
-    return made.open(name)
-
-
 def traffic(store: Store) -> Traffic:
     """What came of the remote since the store was opened."""
     elsewhere = store._catalog.index.elsewhere
@@ -47,21 +41,16 @@ def pack_bytes(store: Store) -> int:
 def family() -> Iterator[Place]:
     """A remote with a base, two experts and a virtual merge of them, and a store of all of it."""
     with placed() as made:
-        origin = made.store("origin")
-        made.add(origin, "base", 1)
-        for number in (1, 2):
-            made.add(origin, f"e{number}", 1, number, base="base")
+        origin = made.author(experts=2)
         merged(origin, "virtual", "base", "e1", "e2", virtual=True)
         origin.push(REMOTE, every=True)
         yield made
 
 
 @pytest.fixture
-def lazy(family: Place, tmp_path: Path) -> Iterator[Store]:
+def lazy(family: Place, tmp_path: Path) -> Store:
     """A lazy clone of the family."""
-    Store.clone(family.url, tmp_path / "lazy", lazy=True)
-    with Store.open(tmp_path / "lazy") as store:
-        yield store
+    return family.lazy(tmp_path / "lazy")
 
 
 def origin(family: Place) -> Store:
@@ -420,7 +409,7 @@ def test_damage_at_the_remote_is_an_error(place: Place) -> None:
     store = place.store("a")
     place.add(store, "x", 1)
     store.push(REMOTE, every=True)
-    other = lazy_clone(place, "lazy")
+    other = place.lazy(place.path / "lazy")
     for path in (place.remote / "packs").rglob("*.pack"):
         data = bytearray(path.read_bytes())
         for at in range(4096, len(data) - 4096, 1000):
@@ -452,7 +441,7 @@ def test_a_remote_that_is_away(place: Place) -> None:
     store = place.store("a")
     place.add(store, "x", 1)
     store.push(REMOTE, every=True)
-    other = lazy_clone(place, "lazy")
+    other = place.lazy(place.path / "lazy")
     place.remote.rename(place.path / "away")
     assert other.view("x").read("config.json", 0, 10)
     with pytest.raises(RemoteAway, match="origin"):
@@ -466,7 +455,7 @@ def test_a_pack_that_was_collected(place: Place) -> None:
     store = place.store("a")
     place.add(store, "x", 1)
     store.push(REMOTE, ["x"])
-    other = lazy_clone(place, "lazy")
+    other = place.lazy(place.path / "lazy")
     store.push(REMOTE, delete=["x"])
     for _ in range(2):
         store.remote_gc(REMOTE, reflog_days=0, grace_hours=0.0)
@@ -490,7 +479,7 @@ def test_only_what_lost_blocks_is_told(place: Place) -> None:
     # The pack of the second one has nothing that the first needs.
     store.push(REMOTE, ["y"])
     store.push(REMOTE, ["x"])
-    other = lazy_clone(place, "lazy")
+    other = place.lazy(place.path / "lazy")
     store.push(REMOTE, delete=["x"])
     for _ in range(2):
         store.remote_gc(REMOTE, reflog_days=0, grace_hours=0.0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from exchanges import REMOTE, Place, files, merged, place, placed, refs, sound
 from proof_models import model_files
+from test_backup import Fault
 
 from mstore import fs
 from mstore.api import Store
@@ -31,20 +32,16 @@ NAMES = {"base": 0, "e1": 1}
 def family() -> Iterator[Place]:
     """A remote with a base and an expert."""
     with placed() as made:
-        origin = made.store("origin")
-        for name, number in NAMES.items():
-            made.add(origin, name, 1, number, base="base" if number else None)
-        origin.push(REMOTE, every=True)
+        made.author(experts=1).push(REMOTE, every=True)
         yield made
 
 
 @pytest.fixture
-def lazy(family: Place, tmp_path: Path) -> Iterator[Store]:
+def lazy(family: Place, tmp_path: Path) -> Store:
     """A lazy clone of it with an addition, a difference to what is only at the remote."""
-    Store.clone(family.url, tmp_path / "lazy", lazy=True)
-    with Store.open(tmp_path / "lazy") as store:
-        store.add(family.model(1, 3), name="mine", base="base", threads=1)
-        yield store
+    store = family.lazy(tmp_path / "lazy")
+    store.add(family.model(1, 3), name="mine", base="base", threads=1)
+    return store
 
 
 @pytest.fixture
@@ -335,23 +332,6 @@ def test_new_places_come_before_old_ones_go(
 
 
 # -- when it ends too early, and damage --------------------------------------------------------
-
-
-class Fault:
-    """An observer that lets the operation numbered `at`, and all later ones in a directory, fail
-    as a full disk does."""
-
-    def __init__(self, at: int, directory: Path) -> None:
-        self.at = at
-        self.directory = str(directory)
-        self.seen = 0
-
-    def __call__(self, operation: fs.Operation) -> None:
-        if not operation.path.startswith(self.directory) or operation.kind == "committed":
-            return
-        self.seen += 1
-        if self.seen > self.at and operation.kind not in {"unlink", "rmtree"}:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])

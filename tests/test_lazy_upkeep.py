@@ -24,20 +24,16 @@ NAMES = {"base": 0, "e1": 1, "e2": 2}
 def family() -> Iterator[Place]:
     """A remote with a base and two experts."""
     with placed() as made:
-        origin = made.store("origin")
-        for name, number in NAMES.items():
-            made.add(origin, name, 1, number, base="base" if number else None)
-        origin.push(REMOTE, every=True)
+        made.author(experts=2).push(REMOTE, every=True)
         yield made
 
 
 @pytest.fixture
-def lazy(family: Place, tmp_path: Path) -> Iterator[Store]:
+def lazy(family: Place, tmp_path: Path) -> Store:
     """A lazy clone of the family, with a merge of its own."""
-    Store.clone(family.url, tmp_path / "lazy", lazy=True)
-    with Store.open(tmp_path / "lazy") as store:
-        merged(store, "m", "base", "e1", "e2")
-        yield store
+    store = family.lazy(tmp_path / "lazy")
+    merged(store, "m", "base", "e1", "e2")
+    return store
 
 
 def all_files(store: Store) -> dict[str, dict[str, bytes]]:
