@@ -186,6 +186,21 @@ def test_a_plan_says_what_a_merge_brings(lazy: Store) -> None:
     assert lazy.plan(replace(request, budget=None), threads=1).bytes_not_here == 0
 
 
+def test_stats_say_what_is_not_here(lazy: Store) -> None:
+    """`stats` tells what is only at the remote, and how much of it the cache has."""
+    before = lazy.stats()
+    [leaning] = before.leans_on
+    assert (leaning.remote, before.cache_bytes) == (REMOTE, 0)
+    files(lazy, "e1")
+    after = lazy.stats()
+    assert after.leans_on == before.leans_on
+    kept = sum(one.stat().st_size for one in (lazy.path / "cache").rglob("*-*"))
+    assert 0 < kept == after.cache_bytes
+    assert kept < leaning.bytes
+    lazy.prefetch(every=True)
+    assert lazy.stats().leans_on == ()
+
+
 def test_a_merge_leans_on_the_base(lazy: Store) -> None:
     """What a merge does not change stays at the remote, and `show` says how much that is."""
     [before] = lazy.show("base").leans_on

@@ -234,6 +234,11 @@ class DiskCache:
         return total
 
 
+def used_bytes(directory: Path) -> int:
+    """Return the bytes of the cache in a directory, or a little more; 0 if there is none."""
+    return _number(directory / "size") or 0
+
+
 def gaps(parts: Iterable[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of what no part has of a range.  parts: (start, end) of each."""
     for begin, stop in sorted(parts):

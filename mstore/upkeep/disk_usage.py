@@ -36,7 +36,9 @@ from mstore.snapshots.lineage import ancestry
 from mstore.store import leases, unnamed_packs
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
+from mstore.store.disk_cache import used_bytes
 from mstore.store.layout import FORMAT_VERSION
+from mstore.store.leaning import Leaning, all_leaning
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import SnapshotRecord
@@ -468,6 +470,11 @@ class StoreReport(Report, frozen=True):
     """size of the cached statistics, which can be discarded"""
     memo_bytes: int
     """size of the memo table, which can be discarded"""
+    cache_bytes: int
+    """size of what came of lazy remotes and was computed of virtual merges, and is kept on the
+    disk, which can be discarded"""
+    leans_on: tuple[Leaning, ...]
+    """what is only at lazy remotes, of all snapshots"""
     codecs: tuple[CodecUsage, ...]
     """blocks by how they are stored"""
     unreachable_bytes: int
@@ -523,6 +530,8 @@ def store_report(catalog: Catalog, *, statistics_bytes: int, memo_bytes: int) ->
         index_bytes=index.env.file_bytes(),
         statistics_bytes=statistics_bytes,
         memo_bytes=memo_bytes,
+        cache_bytes=used_bytes(catalog.layout.cache),
+        leans_on=all_leaning(catalog),
         codecs=kept.codecs(kept.all()),
         unreachable_bytes=kept.stored(~kept.of_any()),
         dead_bytes=dead,

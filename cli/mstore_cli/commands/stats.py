@@ -6,7 +6,7 @@ from mstore_cli.command import command
 from mstore_cli.commands.du import CODEC_COLUMNS, codec_rows
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_share, format_size
+from mstore_cli.sizes import format_share, format_size, not_here
 
 
 @command(example="mstore stats --json")
@@ -40,6 +40,8 @@ def stats(session: Session) -> None:
                 ("index", format_size(report.index_bytes)),
                 ("statistics", format_size(report.statistics_bytes)),
                 ("memo table", format_size(report.memo_bytes)),
+                ("cache", format_size(report.cache_bytes) if report.cache_bytes else None),
+                *(("not here", not_here(one)) for one in report.leans_on),
             ]
         )
         useless = report.unreachable_bytes + report.dead_bytes + report.condemned_bytes
