@@ -184,11 +184,23 @@ class VirtualBlocks:
             row = self._row(found, number, key)
             if row is None or not self._kept.has(self._blocks(task, row)):
                 will_need([task], self._catalog.packs)
+        blocks: Future[list[Buffer]] = Future()
+        work = self._pool.submit(self._make, found, number, blocks)
+        # Where the pool is closed before it begins.
+        work.add_done_callback(lambda done: done.cancelled() and blocks.cancel())
+        return blocks
+
+    def _make(self, tensor: _Tensor, number: int, blocks: Future[list[Buffer]]) -> None:
+        """Read or compute a chunk; keep it once those who wait for it have it."""
+        if not blocks.set_running_or_notify_cancel():
+            return
         made: _Made = []
-        future = self._pool.submit(self._read, found, number, made)
-        # Called by the thread that computed, after those who wait for the blocks were woken.
-        future.add_done_callback(lambda _: self._kept.keep(made))
-        return future
+        try:
+            blocks.set_result(self._read(tensor, number, made))
+        except BaseException as error:  # noqa: BLE001 -- raised where it is waited for
+            blocks.set_exception(error)
+        else:
+            self._kept.keep(made)
 
     def _tensor(self, id: VirtualId) -> _Tensor:
         found = self._tensors.get(id)
