@@ -101,6 +101,9 @@ def require_same(of: Segments, expected: Answer) -> None:
     """Every way to ask gives the rows that a dict gives."""
     assert told(of) == expected
     assert len(of) == sum(map(len, expected.values())) == sum(of.sizes())
+    named = {place.pack for places in expected.values() for place in places}
+    for number in range(20):
+        assert of.has_pack(pack(number)) == (pack(number) in named)
     for kind in Kind:
         ids = [id for other, id in expected if other == kind]
         asked = [*ids, *ALIKE, *(bytes([*id[:-1], id[-1] ^ 1]) for id in ids), *ids]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -75,7 +75,7 @@ class KnownPlaces:
     there: the packs that count.
     """
 
-    def __init__(self, segments: Segments, there: Collection[bytes]) -> None:
+    def __init__(self, segments: Segments, there: Container[bytes]) -> None:
         self._segments = segments
         self._there = there
 
@@ -123,6 +123,22 @@ class KnownPlaces:
         return next(filter(self._is_alone, self._segments.places(Kind.BLOCK, block)), None)
 
 
+class _PacksOf(Container[bytes]):
+    """The packs of segments. To open these takes no time: each pack is looked for once."""
+
+    def __init__(self, segments: Segments | None) -> None:
+        self._segments = segments
+        self._known: dict[bytes, bool] = {}
+
+    def __contains__(self, pack: object) -> bool:
+        if self._segments is None or not isinstance(pack, bytes):
+            return False
+        known = self._known.get(pack)
+        if known is None:
+            known = self._known[pack] = self._segments.has_pack(PackId(pack))
+        return known
+
+
 class _Remote:
     """The tables of one remote's packs, as a fetch left them."""
 
@@ -131,19 +147,19 @@ class _Remote:
         self.directory = directory
         self._seen: object = None
         self._places: KnownPlaces | None = None
-        self.packs: frozenset[PackId] = frozenset()
+        self.packs = _PacksOf(None)
 
     def follow(self) -> KnownPlaces | None:
         """Return what the tables say; opens them again if a fetch has changed them."""
         try:
             status = os.stat(self.directory / LIST)
         except OSError:
-            self._places, self.packs, self._seen = None, frozenset(), None
+            self._places, self.packs, self._seen = None, _PacksOf(None), None
             return None
         seen = status.st_mtime_ns, status.st_ino, status.st_size
         if seen != self._seen:
             segments = Segments(self.directory)
-            self.packs, self._seen = frozenset(segments.packs()), seen
+            self.packs, self._seen = _PacksOf(segments), seen
             self._places = KnownPlaces(segments, self.packs)
         return self._places
 

@@ -221,6 +221,18 @@ class Segment:
             raise self._bad("its packs do not ascend")
         return list(map(PackId, names))
 
+    def has_pack(self, pack: PackId) -> bool:
+        """Return whether rows name a pack; a page is read for each step of a search."""
+
+        def name(number: int) -> bytes:
+            return bytes(self._items(self._packs, np.array([number])).tobytes())
+
+        low, high = 0, self._packs.count
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if name(middle) < pack else (low, middle)
+        return low < self._packs.count and name(low) == pack
+
     def rows(self, about: int = _READ_ROWS) -> Iterator[Rows]:
         """Yield all rows, ascending, about so many at a time, past the map."""
         section, last = self._rows, None

@@ -100,6 +100,10 @@ class Segments:
         """Return the packs whose tables were added."""
         return {pack for segment in self._segments for pack in segment.packs()}
 
+    def has_pack(self, pack: PackId) -> bool:
+        """Return whether the table of a pack was added."""
+        return any(segment.has_pack(pack) for segment in self._segments)
+
     def has(self, kind: Kind, ids: bytes) -> Flags:
         """Return for each of concatenated ids whether it has a row."""
         there = np.zeros(len(ids) // ID_BYTES, np.bool_)
