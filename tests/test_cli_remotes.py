@@ -555,8 +555,9 @@ def test_ctrl_c_does_not_wait_for_a_silent_server(tmp_path: Path) -> None:
 
 
 WAITS = """
-import time
+import sys, time
 from mstore_cli import main
+main._UNTIL_ENDED = float(sys.argv[1])
 main._hear_ctrl_c()
 try:
     print("ready", flush=True)
@@ -566,11 +567,13 @@ finally:
 """
 
 
-def test_second_ctrl_c_waits_for_nothing() -> None:
-    """Where the first Ctrl-C has to wait for what is under way, the program says so, and a second
-    one ends it."""
+@pytest.mark.parametrize("again", [True, False])
+def test_ctrl_c_does_not_wait_for_long(again: bool) -> None:
+    """Where the first Ctrl-C has to wait for what is under way, the program says so; a second one
+    ends it, or some seconds do."""
+    command = [sys.executable, "-c", WAITS, "600" if again else "0.1"]
     with subprocess.Popen(
-        [sys.executable, "-c", WAITS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
@@ -578,7 +581,8 @@ def test_second_ctrl_c_waits_for_nothing() -> None:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
             told = process.stderr.readline()
-            process.send_signal(signal.SIGINT)
+            if again:
+                process.send_signal(signal.SIGINT)
             assert process.wait(60) == 130
         finally:
             process.kill()

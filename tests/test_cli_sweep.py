@@ -63,8 +63,8 @@ def test_a_sweep_of_a_lazy_store_has_seconds(mstore: Program, tmp_path: Path) ->
     assert run_once(["clone", "--lazy", url, str(lazy.store)]).status == 0
     link = ["--rate", "8Mbit", "--latency", "100ms"]
     told = lazy.succeed("plan", *SHAREABLE, "--sweep", *link).lines
-    assert "NOT HERE" in told[0]
-    assert "DOWNLOAD" in told[0]
+    assert "TO DOWNLOAD" in told[0]
+    assert "TAKES" in told[0]
     points = lazy.succeed("plan", *SHAREABLE, "--sweep", "--json").document["points"]
     sizes = [point["bytes_not_here"] for point in points]
     assert sizes == sorted(sizes)
@@ -72,8 +72,8 @@ def test_a_sweep_of_a_lazy_store_has_seconds(mstore: Program, tmp_path: Path) ->
     seconds = [float(line.split(" s ")[0].split()[-1]) for line in told[1:21]]
     for size, took in zip(sizes, seconds, strict=True):
         assert size / 1e6 + 0.1 <= took + 0.01 <= size / 1e6 + 0.5
-    assert "not here" in lazy.succeed("plan", *SHAREABLE).out
-    assert "NOT HERE" not in mstore.succeed("plan", *SHAREABLE, "--sweep").lines[0]
+    assert "to download" in lazy.succeed("plan", *SHAREABLE).out
+    assert "TO DOWNLOAD" not in mstore.succeed("plan", *SHAREABLE, "--sweep").lines[0]
 
 
 @pytest.mark.parametrize(

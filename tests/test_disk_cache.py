@@ -115,6 +115,19 @@ def test_never_over_its_limit(
         assert used(path) <= limit
 
 
+@pytest.mark.parametrize("limit", [0, 5000])
+def test_a_lower_limit_holds_from_the_next_use_on(tmp_path: Path, limit: int) -> None:
+    """Whoever lowers the limit frees the disk, though nothing new comes; 0 is no cache."""
+    cache = cache_at(tmp_path)
+    for number in range(5):
+        put(cache, (0, number * 10, 3000))
+    assert used(tmp_path) > 5000
+    lower = cache_at(tmp_path, limit)
+    got(lower, (0, 0, 3000))
+    assert used(tmp_path) <= limit
+    assert limit or got(lower, (0, 40, 3000)) is None
+
+
 def test_what_was_used_last_stays(tmp_path: Path) -> None:
     """Parts and blocks that are read stay, and those that nobody reads go."""
     cache = cache_at(tmp_path)

@@ -174,6 +174,14 @@ def test_a_plan_says_what_a_merge_brings(lazy: Store) -> None:
     told = plan.bytes_not_here
     assert told is not None
     assert told == low.bytes_not_here < high.bytes_not_here
+    # What is in the cache does not come again.
+    with Store.open(lazy.path) as other:
+        files(other, "e1")
+    rest = lazy.plan(request, threads=1).bytes_not_here
+    assert rest is not None
+    assert 0 < rest < told
+    shutil.rmtree(lazy.path / "cache")
+    lazy = Store.open(lazy.path)
     made = lazy.merge(plan, name="m", threads=1)
     # Gaps between ranges are a sixteenth of these at most.
     assert told <= made.remote_bytes <= told * 17 // 16

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Final
@@ -17,8 +18,10 @@ from typing import Final
 from mstore_cli import completion, errors, output, tree
 from mstore_cli.command import Line
 
-_PATIENCE: Final = 2.0
+_UNTIL_TOLD: Final = 2.0
 """Seconds after Ctrl-C until people learn what the program waits for."""
+_UNTIL_ENDED: Final = 8.0
+"""Seconds from then on until it waits no longer: a silent server would hold it for minutes."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -62,20 +65,23 @@ def _discard_rest() -> None:
 
 
 def _hear_ctrl_c() -> None:
-    """Let the first Ctrl-C stop the work, which may wait for a server, and the second one all."""
+    """Let the first Ctrl-C stop the work, which may wait for a server, but not for long."""
 
-    def tell() -> None:
-        errors.note("waiting for what is under way; Ctrl-C again does not wait")
-
-    def end(number: int, frame: FrameType | None) -> None:
+    def end(*_: object) -> None:
         # What is published is whole, wherever a process ends.
         os._exit(errors.INTERRUPTED)
 
+    def wait() -> None:
+        time.sleep(_UNTIL_TOLD)
+        errors.note("waiting for what is under way; Ctrl-C again does not wait")
+        time.sleep(_UNTIL_ENDED)
+        # Whatever has another handler by now decides for itself, or has published its result.
+        if signal.getsignal(signal.SIGINT) is end:
+            os._exit(errors.INTERRUPTED)
+
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, end)
-        telling = threading.Timer(_PATIENCE, tell)
-        telling.daemon = True
-        telling.start()
+        threading.Thread(target=wait, daemon=True).start()
         raise KeyboardInterrupt
 
     # A shell has what runs in the background ignore it.

@@ -52,8 +52,8 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             *_criteria(report),
             ("experts to read", of_full(report.planned_expert_bytes, report.full_expert_bytes)),
             ("  to read now", _to_read_now(report)),
-            ("  not here", format_size(report.bytes_not_here) if report.bytes_not_here else None),
             ("analysis read", format_size(report.analyze_bytes_read)),
+            ("to download", _to_download(report)),
             *_chunks(report),
             *([] if report.layers else error_fields(report)),
             # A plan that is only displayed took no time.
@@ -93,6 +93,12 @@ def _criteria(report: PlanReport) -> Iterable[tuple[str, str | None]]:
     yield "top-p", None if share is None else f"{share:.3g} of the blocks that would change"
 
 
+def _to_download(report: PlanReport) -> str | None:
+    if not report.bytes_not_here:
+        return None
+    return f"{format_size(report.bytes_not_here)}, of experts and of what the base has there"
+
+
 def _to_read_now(report: PlanReport) -> str | None:
     """Format the bytes left to read after memo table hits, if fewer than planned."""
     if not report.memo_expert_bytes:
@@ -118,8 +124,8 @@ def draw_sweep(screen: Screen, report: SweepReport, link: Link | None = None) ->
     measured = any(point.measured_error is not None for point in report.points)
     is_lazy = any(point.bytes_not_here for point in report.points)
     columns = [("BUDGET", True), ("READS", True), ("TO READ NOW", True)]
-    columns += [("NOT HERE", True)] * is_lazy
-    columns += [("DOWNLOAD", True)] * (link is not None)
+    columns += [("TO DOWNLOAD", True)] * is_lazy
+    columns += [("TAKES", True)] * (link is not None)
     columns += [("LOST, ABOUT", True), ("BOUND", True)]
     columns += [("REALLY LOST", True), ("ERROR", True)] * measured
     rows = []
@@ -138,6 +144,8 @@ def draw_sweep(screen: Screen, report: SweepReport, link: Link | None = None) ->
         rows.append(row)
     screen.table([Column(title, right=right) for title, right in columns], rows)
     screen.line(f"full cost {format_size(report.full_expert_bytes)}, ranked by {report.score}")
+    if is_lazy:
+        screen.line("to download: blocks of experts, and of what the base has there")
     screen.line("lost: of what the full merge changes; bound and error: of the base's norm")
     if measured:
         screen.line(f"measuring read {format_size(report.measure_bytes_read)} from experts")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mstore.terms.report import Progress, ProgressCallback
 
 _READ_TO_PLAN = {
-    "statistics": "that have no statistics yet",
+    "statistics": "that have no statistics here (a fetch may bring them)",
     "thresholds": "for exact trim thresholds",
 }
 """Phases of planning that read weights, and why."""
@@ -241,7 +241,10 @@ class Session:
                 why = _READ_TO_PLAN.get(progress.phase)
                 if why is not None and not progress.done:
                     size = format_size(progress.total)
-                    note(f"planning reads up to {size} of experts {why}; --no-analyze reads none")
+                    note(
+                        f"planning reads up to {size} of experts {why}, and what the base has "
+                        "there; --no-analyze reads none"
+                    )
                 if tick is not None:
                     tick(progress)
 

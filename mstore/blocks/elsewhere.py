@@ -57,6 +57,10 @@ class PartReader(ABC):
         """
 
     @abstractmethod
+    def is_kept(self, pack: PackId, offset: int, length: int) -> bool:
+        """Return whether a read of this payload would probably bring nothing."""
+
+    @abstractmethod
     def forget(self, pack: PackId, offset: int, length: int) -> None:
         """Let go of kept copies of bytes that did not match their id: the next read asks there."""
 
@@ -224,6 +228,10 @@ class RemoteBlocks:
         for target in targets:
             target[:] = memoryview(self.read(pack, offset, len(target))).cast("B")
             offset += len(target)
+
+    def is_kept(self, at: Location) -> bool:
+        """Return whether a payload elsewhere is at hand; see `PartReader.is_kept`."""
+        return self.reader is not None and self.reader.is_kept(at.pack, at.offset, at.stored_length)
 
     def forget(self, pack: PackId, offset: int, length: int) -> None:
         """See `PartReader.forget`."""

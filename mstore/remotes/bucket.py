@@ -401,8 +401,9 @@ def _failure(error: BaseException, where: str, denied: Text) -> MstoreError:
     told = f"it answers {status[1]}{f' ({code[1]})' if code else ''}" if status else _sign(text)
     if is_refused or number in ("401", "403"):
         return Unavailable(f"access is denied: {told}", where=where, hint=denied)
+    answers = f"the server does not answer as it should: {told}"
     return Unavailable(
-        f"the server does not answer as it should: {told}",
+        answers if status else f"the server is not reached: {told}",
         where=where,
         hint="check the address, the endpoint and the network, then run it again",
     )

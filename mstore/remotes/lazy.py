@@ -85,6 +85,9 @@ class RemoteParts(PartReader):
         self._cache.put(part, data)
         return data
 
+    def is_kept(self, pack: PackId, offset: int, length: int) -> bool:
+        return self._cache.has(PackPart(pack, offset, length))
+
     def forget(self, pack: PackId, offset: int, length: int) -> None:
         self._cache.remove(PackPart(pack, offset, length))
 
@@ -168,6 +171,10 @@ class RemoteParts(PartReader):
         try:
             data = memoryview(self._bring(some[0].name, some[0].pack, start, end - start)).cast("B")
         except BaseException as error:  # noqa: BLE001 -- who waits for it gets it
+            if isinstance(error, RemoteAway):
+                # Others that wait would ask in vain, one after the other.
+                with self._lock:
+                    some += self._waiting_for(some[0].name)
             for one in some:
                 one.data.set_exception(error)
         else:
@@ -175,6 +182,13 @@ class RemoteParts(PartReader):
                 part = data[one.start - start : one.end - start]
                 # A part alone would keep all that came with it in memory.
                 one.data.set_result(part if len(some) == 1 else bytes(part))
+
+    def _waiting_for(self, name: str) -> list[_Span]:
+        """Take all ranges that wait for a remote."""
+        some = [one for one in self._waiting if one.name == name]
+        for one in some:
+            self._waiting.remove(one)
+        return [one for one in some if one.data.set_running_or_notify_cancel()]
 
     def _neighbours(self) -> list[_Span]:
         """Take the first range that waits and those that are worth one request with it."""
@@ -227,16 +241,23 @@ class RemoteParts(PartReader):
                 del self._spans[span.pack]
 
     def _ahead(self, pack: PackId, offset: int, length: int) -> Buffer | None:
-        """Return bytes that were asked for ahead; None if they were not, or did not come."""
+        """Return bytes that were asked for ahead; None if they were not, or did not come before.
+
+        Raises RemoteAway where the remote stops to answer meanwhile: another request would wait as
+        long again.
+        """
         with self._lock:
             spans = self._spans_of(pack, offset, length)
         parts = []
         for span in spans:
+            is_old = span.data.done()
             try:
                 data = memoryview(span.data.result()).cast("B")
-            except Exception:  # noqa: BLE001 -- who reads asks again
+            except Exception as error:  # who reads asks again
                 with self._lock:
                     self._drop(span)
+                if isinstance(error, RemoteAway) and not is_old:
+                    raise
                 return None
             parts.append(data[max(0, offset - span.start) : offset + length - span.start])
         with self._lock:
@@ -257,7 +278,8 @@ class RemoteParts(PartReader):
             self._spans.clear()
             self._held = 0
         if pool is not None:
-            pool.shutdown(cancel_futures=True)
+            # What is under way is not waited for: nobody needs it, and a server may be silent.
+            pool.shutdown(wait=False, cancel_futures=True)
         with self._opening:
             self._stack.close()
             self._remotes.clear()

@@ -294,7 +294,7 @@ def chosen(
     verb: of the call, for errors. Raises BadRequest where none was named, NotFound.
     """
     if every == bool(revisions):
-        raise BadRequest("all refs, or some revisions", hint=call(verb, "REF"))
+        raise BadRequest("name snapshots, or all that refs name", hint=call(verb, "REF"))
     if every:
         kinds = (refs.BRANCH, refs.TAG)
         named = catalog.refs().items()

@@ -108,12 +108,20 @@ class DiskCache:
 
     @cached_property
     def _limit(self) -> int:
+        """The most bytes; what is beyond it, since it was lowered, goes when it is asked for."""
         asked = self._asked()
-        return _usual_limit(self._directory.parent) if asked is None else asked
+        limit = _usual_limit(self._directory.parent) if asked is None else asked
+        if used_bytes(self._directory) > limit:
+            with suppress(MstoreError), fs.locked(self._directory / "lock"):
+                used = self._make_room(limit)
+                fs.overwrite(self._directory / "size", f"{used:020}".encode())
+        return limit
 
     def get(self, key: Key) -> Buffer | None:
         """Return what was put; None if it is not here, or is not that any more."""
         path = self._path(key)
+        if not self._limit:
+            return None
         try:
             data = fs.read_file(path, key.length + _CHECK + 1)
         except MstoreError:

@@ -114,6 +114,8 @@ def clone(
                 ("time", format_seconds(report.seconds)),
             ]
         )
+        if is_address(source) and lazy:
+            screen.line("lazy: a block comes when something reads it")
         if is_address(source):
             where = shlex.quote(near(report.path))
             screen.command("to get what comes later", f"mstore --store {where} pull origin")

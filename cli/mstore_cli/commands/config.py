@@ -68,6 +68,10 @@ def config(
     author, with --user: who makes your snapshots, as log and show tell it. The variable
     MSTORE_AUTHOR wins over it; without both it is user@host.
 
+    cache_size, with --user: the most that each store keeps on its disk of what it reads at lazy
+    remotes and computes of virtual merges, as 50GiB; 0 keeps nothing. It is a tenth of the disk
+    unless it is set.
+
     endpoints, with --user: servers that get your credentials where the settings of a store name
     them as the endpoint of a remote. Those that AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_S3 name get
     them, too. `mstore remote add --endpoint` adds to this list.

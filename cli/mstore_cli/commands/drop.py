@@ -45,7 +45,7 @@ def drop(
         kept = counted(report.kept_blocks, "block") if report.kept_blocks else None
         only_here = ", ".join(map(short, report.only_here))
         screen.fields([("kept", kept), ("at no lazy remote", only_here or None)])
-        if report.kept_blocks and not report.blocks:
+        if report.kept_blocks:
             screen.advice(
                 "what stays is needed by something that the remote does not have: a snapshot that "
                 "was not pushed, or one that only the reflog keeps (mstore gc --reflog-days 0)"

@@ -216,7 +216,7 @@ def merge(
                 ("  resumed", _some_size(report.resumed_expert_bytes)),
                 ("analysis read", format_size(report.analyze_bytes_read)),
                 ("base read", format_size(report.base_bytes_read)),
-                ("  from remotes", _from_remotes(report)),
+                ("from remotes", _from_remotes(report)),
                 ("written", format_size(report.bytes_written)),
                 ("blocks", f"{report.blocks_total}: {report.blocks_reused} reused"),
                 *error_fields(report),

@@ -54,7 +54,7 @@ class SweepPoint(Report, frozen=True):
     unread_expert_bytes: int
     """planned bytes that the memo table does not save"""
     bytes_not_here: int
-    """bytes at rest that a merge of the plan needs and only remotes have, as in a plan's report"""
+    """bytes at rest that a merge of the plan has to download, as in a plan's report"""
     requests_not_here: int
     """about how many requests bring them"""
     error_bound: float | None

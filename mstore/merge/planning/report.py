@@ -74,8 +74,8 @@ class PlanReport(Report, frozen=True):
     memo_expert_bytes: int | None
     """planned bytes that the memo table saves; None if not looked up"""
     bytes_not_here: int | None
-    """bytes at rest that a merge of the plan needs and only remotes have: of experts, of the base,
-    and of what these are differences to; what a cache has counts, too; None if not looked up"""
+    """bytes at rest that a merge of the plan needs and that are neither stored here nor in the
+    cache: of experts, of the base, and of what these are differences to; None if not looked up"""
     analyze_bytes_read: int
     """bytes of experts read to plan: for missing statistics, and adapters for the norms of their
     products"""

@@ -31,9 +31,9 @@ _Chunks = list[tuple[TensorTask, list[int]]]
 class Outstanding(msgspec.Struct, frozen=True):
     """What is left to read.
 
-    saved: planned expert bytes that the memo table saves. not_here: bytes at rest that only remotes
-    have, of experts, of the base, and of what these are differences to; what a cache has counts,
-    too. requests: about how many bring them.
+    saved: planned expert bytes that the memo table saves. not_here: bytes at rest that are neither
+    stored here nor in the cache, of experts, of the base, and of what these are differences to.
+    requests: about how many bring them.
     """
 
     saved: int
@@ -98,7 +98,8 @@ def _expert_bytes(catalog: Catalog, tasks: Tasks, chunks: _Chunks) -> int:
 
 def _not_here(catalog: Catalog, tasks: Tasks, chunks: _Chunks) -> tuple[int, int]:
     """Return the bytes of these chunks that only remotes have, and about how many requests."""
-    is_elsewhere = cache(catalog.packs.is_elsewhere)
+    is_elsewhere, elsewhere = cache(catalog.packs.is_elsewhere), catalog.index.elsewhere
+    assert elsewhere is not None
     blocks = dict.fromkeys(
         block
         for tensor, numbers in chunks
@@ -109,7 +110,7 @@ def _not_here(catalog: Catalog, tasks: Tasks, chunks: _Chunks) -> tuple[int, int
     places = {
         (at.pack, at.offset): at
         for at in catalog.locate_with_bases(list(blocks)).values()
-        if is_elsewhere(at.pack)
+        if is_elsewhere(at.pack) and not elsewhere.is_kept(at)
     }
     ordered = [places[key] for key in sorted(places)]
     lengths = [run_of(run)[2] for run in in_runs(ordered, lambda at: at)]
