@@ -317,6 +317,41 @@ def test_close_while_requests_run(tmp_path: Path) -> None:
     place.parts.close()
 
 
+def test_a_silent_remote_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where requests fail after a long time, who waits for them gets the error, and so does who
+    waits for ranges behind them: nobody asks again, and waits as long again."""
+    monkeypatch.setattr(lazy, "_LONG", 0.0)
+    place = Place(tmp_path, 0)
+    place.objects.fails = lambda *_: True
+    place.objects.goes.clear()
+    spans = [(number % 2, number * 150, 20) for number in range(REQUESTS + 4)]
+    for span in spans:
+        place.need(span)
+    told: list[MstoreError] = []
+
+    def read(span: Span) -> None:
+        try:
+            place.read(span)
+        except MstoreError as error:
+            told.append(error)
+
+    readers = [threading.Thread(target=read, args=(span,)) for span in spans]
+    for one in readers:
+        one.start()
+    for _ in range(REQUESTS):
+        assert place.objects.asked.acquire(timeout=PATIENCE)
+    place.objects.goes.set()
+    for one in readers:
+        one.join(PATIENCE)
+    assert len(told) == len(spans)
+    # A thread may have begun the next range before the first one failed.
+    again = sum(place.objects.asked.acquire(blocking=False) for _ in spans)
+    assert again < len(spans) - REQUESTS + REQUESTS // 2
+    place.parts.close()
+
+
 FORK = """
 import os, signal, sys
 from pathlib import Path

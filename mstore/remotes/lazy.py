@@ -9,6 +9,7 @@ Nothing of it is believed: whoever reads a block compares it with its id, each t
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -32,6 +33,8 @@ _AHEAD_BYTES: Final = 64 << 20
 """Bytes that were asked for ahead and not read yet."""
 _GAP: Final = 64 << 10
 """Bytes between two ranges that are brought, too, rather than asked around: at most so many."""
+_LONG: Final = 20.0
+"""Seconds: a request that fails after so many has met a silent server, and another would, too."""
 _WASTE: Final = 16
 """And at most this part of what is asked for: a budget is one of the network, too."""
 
@@ -168,10 +171,11 @@ class RemoteParts(PartReader):
         if not some:
             return
         start, end = some[0].start, max(one.end for one in some)
+        began = time.monotonic()
         try:
             data = memoryview(self._bring(some[0].name, some[0].pack, start, end - start)).cast("B")
         except BaseException as error:  # noqa: BLE001 -- who waits for it gets it
-            if isinstance(error, RemoteAway):
+            if _is_silent(error, began):
                 # Others that wait would ask in vain, one after the other.
                 with self._lock:
                     some += self._waiting_for(some[0].name)
@@ -199,7 +203,7 @@ class RemoteParts(PartReader):
         else:
             return []
         near, start, end = [first], first.start, first.end
-        for one in sorted((o for o in self._waiting if o.pack == first.pack), key=_start):
+        for one in sorted((o for o in self._waiting if o.pack == first.pack), key=_first):
             gap = min(_GAP, (end - start) // _WASTE)
             is_near = start - gap <= one.end and one.start <= end + gap
             if is_near and max(end, one.end) - min(start, one.start) <= REQUEST_BYTES:
@@ -207,7 +211,7 @@ class RemoteParts(PartReader):
                 if one.data.set_running_or_notify_cancel():
                     near.append(one)
                     start, end = min(start, one.start), max(end, one.end)
-        return sorted(near, key=_start)
+        return sorted(near, key=_first)
 
     def _make_room(self, size: int) -> bool:
         """Drop what came and was not read, oldest first; return whether there is room."""
@@ -224,7 +228,7 @@ class RemoteParts(PartReader):
         No two of them overlap.
         """
         found, end = [], offset + length
-        for one in sorted(self._spans.get(pack, ()), key=_start):
+        for one in sorted(self._spans.get(pack, ()), key=_first):
             if one.start <= offset < one.end:
                 found.append(one)
                 offset = one.end
@@ -241,22 +245,21 @@ class RemoteParts(PartReader):
                 del self._spans[span.pack]
 
     def _ahead(self, pack: PackId, offset: int, length: int) -> Buffer | None:
-        """Return bytes that were asked for ahead; None if they were not, or did not come before.
+        """Return bytes that were asked for ahead; None if they were not, or did not come.
 
-        Raises RemoteAway where the remote stops to answer meanwhile: another request would wait as
-        long again.
+        Raises RemoteAway where the remote is silent: another request would wait as long again.
         """
         with self._lock:
             spans = self._spans_of(pack, offset, length)
         parts = []
         for span in spans:
-            is_old = span.data.done()
+            began = time.monotonic()
             try:
                 data = memoryview(span.data.result()).cast("B")
             except Exception as error:  # who reads asks again
                 with self._lock:
                     self._drop(span)
-                if isinstance(error, RemoteAway) and not is_old:
+                if _is_silent(error, began):
                     raise
                 return None
             parts.append(data[max(0, offset - span.start) : offset + length - span.start])
@@ -296,5 +299,10 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def _start(span: _Span) -> int:
+def _is_silent(error: BaseException, began: float) -> bool:
+    """Return whether a remote did not answer for long, since this moment."""
+    return isinstance(error, RemoteAway) and time.monotonic() - began > _LONG
+
+
+def _first(span: _Span) -> int:
     return span.start
