@@ -253,7 +253,7 @@ def test_completion(mstore: Program, tmp_path: Path) -> None:
     assert completed("mstore plan --method dare_t", mstore.store) == ["dare_ties"]
     assert completed("mstore repl", mstore.store) == ["replay"]
     assert completed("mstore init --codec d", tmp_path) == ["dense"]
-    assert completed("mstore config re", mstore.store) == ["reflog_days"]
+    assert completed("mstore config ref", mstore.store) == ["reflog_days"]
     assert completed("mstore config shared ", mstore.store) == ["umask", "group", "all"]
     assert completed("mstore config reflog_days ", mstore.store) == []
     assert completed("mstore reset v", mstore.store) == ["v1"]
