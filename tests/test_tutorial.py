@@ -23,12 +23,23 @@ def test_tutorial(quick_family: family.Family, tmp_path: Path) -> None:
     shutil.copytree(quick_family.root, tmp_path / "family")
     try:
         for command, told in transcripts.pairs(PAGE.read_text()):
-            printed = transcripts.run(command, tmp_path)
+            printed = _without_shared(transcripts.run(command, tmp_path))
             difference = transcripts.unlike(told, printed)
             assert difference is None, f"{command}: {difference}"
     finally:
         if os.path.ismount(tmp_path / "mnt"):
             transcripts.run("mstore unmount mnt", tmp_path)
+
+
+def _without_shared(printed: str) -> str:
+    """Output without a column that is there only if two experts happen to have a chunk alike, as
+    it may be where they are trained on another machine."""
+    lines = printed.splitlines()
+    for number, line in enumerate(lines):
+        if " READ  SHARED " in line:
+            start, end = line.index("READ") + len("READ"), line.index("SHARED") + len("SHARED")
+            lines[number:] = [one[:start] + one[end:] for one in lines[number:]]
+    return "\n".join(lines)
 
 
 def test_every_step_is_there() -> None:
