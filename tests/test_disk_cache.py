@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from mstore import fs
 from mstore.fs import Operation
+from mstore.store import disk_cache
 from mstore.store.disk_cache import ComputedBlock, DiskCache, PackPart
 from mstore.terms.ids import BlockId, PackId
 
@@ -181,6 +183,44 @@ for _ in range(150):
     put(cache, part)
     assert got(cache, part) in (None, content(part))
 """
+
+
+def test_a_file_that_gets_its_name_while_others_make_room_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes room counts a file that another writes, though it gets its name meanwhile."""
+    limit, size = 20_000, 4_000
+    for number in range(4):
+        put(cache_at(tmp_path, limit), (0, number * size, size))
+    begun, listed, named = (threading.Event() for _ in range(3))
+    closes, lists = fs.NewFile.close, disk_cache._tree
+
+    def close(file: fs.NewFile) -> None:
+        if not begun.is_set():
+            begun.set()
+            assert listed.wait(60)
+        closes(file)
+
+    def listing(directory: Path) -> Iterator[tuple[Path, list[str]]]:
+        for found in list(lists(directory)):
+            if begun.is_set():
+                listed.set()
+                # Only where a name needs no lock does it come before this has counted.
+                named.wait(1)
+            yield found
+
+    def write() -> None:
+        put(cache_at(tmp_path, limit), (1, 0, size))
+        named.set()
+
+    monkeypatch.setattr(fs.NewFile, "close", close)
+    monkeypatch.setattr(disk_cache, "_tree", listing)
+    other = threading.Thread(target=write)
+    other.start()
+    assert begun.wait(60)
+    put(cache_at(tmp_path, limit), (2, 0, size))
+    other.join()
+    assert 0 < used(tmp_path) <= limit
 
 
 def test_never_over_its_limit_with_processes(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     cache/ab/<PackId>/<offset>-<length>   that part of a pack, then a check of 32 bytes
     cache/blocks/a/<BlockId>              a block that lies in no pack, then its id
     cache/size                            bytes of all these files, in digits: these or fewer
-    cache/lock                            held while that changes, and while files are removed
+    cache/lock                            held while that changes, a file gets its name, or files go
 
 A part of a pack is what one payload takes, as it lies in the pack, so a reader proves it by its id
 in any case; the check tells it from a file that was flipped or cut, which is then a part that is
@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -33,6 +33,7 @@ from mstore.terms.errors import Conflict, MstoreError
 from mstore.terms.ids import BlockId, Buffer, PackId
 
 _CHECK: Final = 32
+_SIZE: Final = "size"
 _LEFT: Final = 0.9
 """What is removed leaves this share of the limit."""
 SHARE: Final = 0.1
@@ -112,9 +113,8 @@ class DiskCache:
         asked = self._asked()
         limit = _usual_limit(self._directory.parent) if asked is None else asked
         if used_bytes(self._directory) > limit:
-            with suppress(MstoreError), fs.locked(self._directory / "lock"):
-                used = self._make_room(limit)
-                fs.overwrite(self._directory / "size", f"{used:020}".encode())
+            with suppress(MstoreError), self._locked():
+                self._set_used(self._make_room(limit))
         return limit
 
     def get(self, key: Key) -> Buffer | None:
@@ -155,7 +155,9 @@ class DiskCache:
             try:
                 file.write_at(0, data)
                 file.close()
-                fs.rename(file.path, path)
+                # Whoever makes room meanwhile would find it under neither name.
+                with self._locked():
+                    fs.rename(file.path, path)
             except BaseException:
                 file.abandon()
                 raise
@@ -204,14 +206,13 @@ class DiskCache:
     def _begun(self, directory: Path, length: int, check: bytes) -> fs.NewFile | None:
         """Begin a file, at its full size; None if there is no room for it."""
         size = length + len(check)
-        with fs.locked(self._directory / "lock"):
-            path = self._directory / "size"
-            used = _number(path)
+        with self._locked():
+            used = _used(self._directory)
             if used is None or used + size > self._limit:
                 used = self._make_room(int(self._limit * _LEFT) - size)
             if used + size > self._limit:
                 return None
-            fs.overwrite(path, f"{used + size:020}".encode())
+            self._set_used(used + size)
             file = fs.NewFile(directory / f".{secrets.token_hex(8)}", private=False)
             try:
                 # Whoever makes room counts this file before its bytes are there.
@@ -220,6 +221,12 @@ class DiskCache:
                 file.abandon()
                 raise
             return file
+
+    def _locked(self) -> AbstractContextManager[object]:
+        return fs.locked(self._directory / "lock")
+
+    def _set_used(self, used: int) -> None:
+        fs.overwrite(self._directory / _SIZE, f"{used:020}".encode())
 
     def _make_room(self, most: int) -> int:
         """Remove what was used longest ago, until no more than this is left; return what is."""
@@ -244,7 +251,7 @@ class DiskCache:
 
 def used_bytes(directory: Path) -> int:
     """Return the bytes of the cache in a directory, or a little more; 0 if there is none."""
-    return _number(directory / "size") or 0
+    return _used(directory) or 0
 
 
 def gaps(parts: Iterable[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -264,9 +271,9 @@ def _directory_of(pack: PackId) -> str:
     return f"{name[:2]}/{name}"
 
 
-def _number(path: Path) -> int | None:
+def _used(directory: Path) -> int | None:
     with suppress(MstoreError, ValueError):
-        return int(fs.read_file(path, 21))
+        return int(fs.read_file(directory / _SIZE, 21))
     return None
 
 
