@@ -120,12 +120,15 @@ def test_planning_says_beforehand_what_it_reads(
     begun = {one.phase: (one.total, came) for one, came in told if not one.done}
     total, came = begun[what]
     assert came == 0
+    done = [one.done for one, _ in told if one.phase == what]
+    assert done == sorted(done)
+    assert 0 < done[-1] <= total
     looks = sum(begun[phase][0] for phase in ("statistics", "thresholds") if phase in begun)
     assert 0 < report.analyze_bytes_read <= looks
     words = ["--expert", "e1=0.5", "--expert", "e2=0.5", "--method", "ties", "--budget", "50%"]
     words += ["--base", "base", "--param", "density=0.37"]
     said = Program(paths[1]).succeed("plan", *words).err
-    assert f"planning reads up to {format_size(total)} of experts" in said
+    assert said.count(f"planning reads up to {format_size(total)} of experts") == 1
     assert "--no-analyze reads none" in said
     assert "planning reads" not in Program(paths[2]).succeed("-q", "plan", *words).err
 

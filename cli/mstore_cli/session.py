@@ -237,9 +237,13 @@ class Session:
                 yield tick
                 return
 
+            said: set[tuple[str, int]] = set()
+
             def told(progress: Progress) -> None:
-                why = _READ_TO_PLAN.get(progress.phase)
-                if why is not None and not progress.done:
+                why, what = _READ_TO_PLAN.get(progress.phase), (progress.phase, progress.total)
+                # Once: a chunk that two experts share costs nothing the second time.
+                if why is not None and not progress.done and what not in said:
+                    said.add(what)
                     size = format_size(progress.total)
                     note(
                         f"planning reads up to {size} of experts {why}, and what the base has "

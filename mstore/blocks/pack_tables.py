@@ -11,11 +11,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from mstore.blocks.location_arrays import Numbers
 from mstore.blocks.packs import ENTRY, HEADER_BYTES, MOST_OFFSET, PAGE, PackEntry, require_header
 from mstore.terms.errors import Corrupt
 from mstore.terms.ids import PackId
-
-Numbers = npt.NDArray[np.int64]
 
 FIELDS: Final = np.dtype(
     {

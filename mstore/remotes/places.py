@@ -13,7 +13,8 @@ import numpy as np
 from mstore.blocks.codecs import Codec
 from mstore.blocks.elsewhere import KnownPlaces
 from mstore.blocks.location import Key, Location
-from mstore.blocks.pack_tables import Numbers, PackTable, entries_of, read_tables
+from mstore.blocks.location_arrays import Numbers
+from mstore.blocks.pack_tables import PackTable, entries_of, read_tables
 from mstore.blocks.packs import NO_BASE, Kind
 from mstore.blocks.reader import RECORD_LIMIT, located
 from mstore.blocks.segments import Segments

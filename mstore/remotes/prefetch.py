@@ -140,7 +140,7 @@ def _by_remote(
             "needed them",
             hint=phrase(
                 "{fetch} says what is there now; who has them pushes them again",
-                fetch=call("fetch", next(one.name for one in catalog.config.remotes if one.lazy)),
+                fetch=call("fetch", catalog.config.lazy_remotes[0].name),
             ),
         )
     return found
@@ -206,27 +206,28 @@ def drop(
     """
     began = time.monotonic()
     pinned = catalog.index.marked(PINNED)
-    named = {id: called for id, called in snapshots.items() if not (every and id in pinned)}
-    for id, called in named.items():
-        if id in pinned:
+    for id, called in snapshots.items():
+        if id in pinned and not every:
             raise Conflict("it is pinned", where=called, hint=call("unpin", called))
+    named = {id: called for id, called in snapshots.items() if id not in pinned}
     left = frozenset(named)
     gone: dict[BlockId, Location] = {}
     kept = 0
-    for config in catalog.config.remotes:
-        if config.lazy and left:
+    for config in catalog.config.lazy_remotes:
+        if left:
             with opens(config.name) as remote:
                 remote.make_directory()
                 found = remote.with_state(partial(_droppable, catalog, remote, left))
             left -= found.snapshots
             gone |= found.gone
             kept += found.kept
-    for id in left if not every else ():
+    if left and not every:
+        called = next(called for id, called in named.items() if id in left)
         raise Conflict(
             "no lazy remote has a ref that reaches this snapshot with its contents: this copy may "
             "be the only one",
-            where=named[id],
-            hint=call("push", "NAME", refs=(named[id],)),
+            where=called,
+            hint=call("push", "NAME", refs=(called,)),
         )
     if gone and not dry_run:
         _remove(catalog, gone)

@@ -55,7 +55,7 @@ class Catalog(Payloads):
         layouts.require_local(layout.root, config.filesystem)
         fs.share(layout.root, config.shared)
         catalog = cls(layout, config, Index(layout.index), PackFiles(layout.packs))
-        catalog.follow_remotes()
+        catalog._lean_on_lazy()
         return catalog
 
     @classmethod
@@ -95,6 +95,9 @@ class Catalog(Payloads):
         """
         remotes = Config.load(self.layout).remotes
         self.config = msgspec.structs.replace(self.config, remotes=remotes)
+        self._lean_on_lazy()
+
+    def _lean_on_lazy(self) -> None:
         if self.index.elsewhere is not None:
             self.index.elsewhere.follow(lazy_tables(self.layout.remotes, self.config))
         elif (found := elsewhere_of(self.layout.remotes, self.config)) is not None:

@@ -9,7 +9,7 @@ from typing import Annotated
 from mstore_cli import aws, completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
-from mstore_cli.exchange import left_out, rate_of
+from mstore_cli.exchange import LAZY, left_out, rate_of
 from mstore_cli.options import (
     JOBS,
     AddressingStyle,
@@ -115,7 +115,7 @@ def clone(
             ]
         )
         if is_address(source) and lazy:
-            screen.line("lazy: a block comes when something reads it")
+            screen.line(f"origin is lazy: {LAZY}")
         if is_address(source):
             where = shlex.quote(near(report.path))
             screen.command("to get what comes later", f"mstore --store {where} pull origin")

@@ -173,7 +173,7 @@ class DeltaStatistics:
         """Return name and expert of what moves a tensor and has no statistics yet."""
         pairs: dict[Pair, tuple[str, int]] = {}
         for one in candidates:
-            for number, id, _ in self._moving(one):
+            for number, id, _ in self._moving(one, self._request.operation_of(one.name)):
                 pairs.setdefault((one.base_id, id), (one.name, number))
         tables = self._statistics.encoded_pairs(list(pairs))
         return [place for place, table in zip(pairs.values(), tables, strict=True) if table is None]
@@ -231,13 +231,15 @@ class DeltaStatistics:
         if not has_digest(operation):
             return
         elements, size = math.prod(one.base.shape), self._catalog.block_size
-        for number, id, record in self._moving(one):
+        for number, id, record in self._moving(one, operation):
             chunk = chunk_elements(size, one.base.dtype, record.dtype)
             yield (one.base_id, id), elements, chunk, operation, number
 
-    def _moving(self, one: Candidate) -> Iterator[tuple[int, TensorId, Tensor]]:
+    def _moving(
+        self, one: Candidate, operation: Operation
+    ) -> Iterator[tuple[int, TensorId, Tensor]]:
         """Yield number and tensor of each expert that moves a tensor."""
-        weightless = self._request.operation_of(one.name).weightless
+        weightless = operation.weightless
         if one.base.dtype in ITEMSIZES:
             for number, (id, record) in enumerate(one.pairs[: len(self._request.models)]):
                 if id != one.base_id and record.dtype in ITEMSIZES and not weightless[number]:

@@ -162,7 +162,7 @@ class Surveyor:
         }
         self._deltas.fetch(candidates.values())
         self._comparer.compare(candidates.values())
-        self._expect(candidates.values())
+        unmeasured = self._unmeasured(candidates.values())
         total = sum(record.nbytes for _, record in records.values()) or 1
         done = 0
         with ThreadPoolExecutor(self._threads, "survey") as pool:
@@ -181,6 +181,9 @@ class Surveyor:
                 done += record.nbytes
                 if self._progress is not None:
                     self._progress(Progress("plan", done, total))
+                    if unmeasured and self.analyzed.total:
+                        read = min(self.analyzed.total, unmeasured)
+                        self._progress(Progress("statistics", read, unmeasured))
             for name, sources in request.outputs:
                 tensors.append(self._output(name, sources, [records, *experts], pool))
         return Survey(
@@ -241,10 +244,14 @@ class Surveyor:
                 experts.append(found)
         return experts, has_missing
 
-    def _expect(self, candidates: Collection[Candidate]) -> None:
-        """Tell how many bytes of experts are read because they have no statistics yet."""
-        if self._progress is None or not self._request.analyze:
-            return
+    def _unmeasured(self, candidates: Collection[Candidate]) -> int:
+        """Tell how many bytes of experts are read because they have no statistics, and return it.
+
+        Only of a lazy store, where they are downloaded; 0 for others: it takes a look at each.
+        """
+        is_lazy = self._catalog.index.elsewhere is not None
+        if self._progress is None or not (is_lazy and self._request.analyze):
+            return 0
         total = 0
         for name, expert in self._deltas.unmeasured(candidates):
             compared = self._comparer.found(name)
@@ -253,6 +260,7 @@ class Surveyor:
                 total += int(cost[expert].sum())
         if total:
             self._progress(Progress("statistics", 0, total))
+        return total
 
     def _split(self, inputs: Sequence[Any]) -> list[tuple[Companion, Sequence[Any]]]:
         """Return what the method asks for with its part of what there is of each expert."""

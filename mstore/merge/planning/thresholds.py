@@ -175,19 +175,23 @@ class Thresholds:
     ) -> TrimThreshold | None:
         """Return the threshold of the whole expert; None if it needs a forbidden read."""
         known, key = self._known, (*expert.pair, rank)
-        if key not in known:
-            whole = self._at_hand(expert, place, rank)
-            if whole is None and self._analyze:
-                whole = self._second_look(tensor, expert, expert.thresholds[place], rank)
-            known[key] = whole
+        if key not in known and self._at_hand(expert, place, rank) is None:
+            found = expert.thresholds[place]
+            known[key] = self._second_look(tensor, expert, found, rank) if self._analyze else None
         return known[key]
 
     def _at_hand(self, expert: ExpertTensor, place: int, rank: int) -> TrimThreshold | None:
         """Return the threshold of the whole expert; None if only the data tell it."""
-        found, key = expert.thresholds[place], (*expert.pair, rank)
-        whole = self._known.get(key)
-        if whole is not None:
-            return whole
+        key = (*expert.pair, rank)
+        if key not in self._known:
+            whole = self._of_statistics(expert, place, rank)
+            if whole is None:
+                return None
+            self._known[key] = whole
+        return self._known[key]
+
+    def _of_statistics(self, expert: ExpertTensor, place: int, rank: int) -> TrimThreshold | None:
+        found = expert.thresholds[place]
         if not rank:
             return TrimThreshold(found.value, 0)
         exact = of_histogram(found)

@@ -54,15 +54,17 @@ def outstanding(catalog: Catalog, memo: Memo, plan: Plan, planned: int) -> Outst
 
 def _left(catalog: Catalog, memo: Memo, tasks: Tasks) -> tuple[_Chunks, bool]:
     """Return the chunks that are computed, and whether the memo table has others."""
+    tensors = [tasks.tensor(one.name) for one in tasks.plan.tensors]
+    made = [(one, np.flatnonzero(~tasks.reused(one)).tolist()) for one in tensors]
+    if not memo.has_outputs():
+        return made, False
     makes = MemoKeys(tasks)
-    names = [one.name for one in tasks.plan.tensors]
     is_hit = False
     left: _Chunks = []
-    for start in range(0, len(names), TOGETHER):
-        tensors = [tasks.tensor(name) for name in names[start : start + TOGETHER]]
-        keys = [
-            makes.by_number(one, np.flatnonzero(~tasks.reused(one)).tolist()) for one in tensors
-        ]
+    for start in range(0, len(made), TOGETHER):
+        some = made[start : start + TOGETHER]
+        tensors = [one for one, _ in some]
+        keys = [makes.by_number(one, numbers) for one, numbers in some]
         shapes = [Shape(one, tasks.members(one.name), catalog.block_size) for one in tensors]
         wanted = list(zip(shapes, keys, strict=True))
         hits = find_hits(memo, catalog.has_blocks, wanted)
