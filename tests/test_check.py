@@ -197,11 +197,11 @@ def _stretch(path: Path) -> None:
 def _break_table(path: Path) -> None:
     data = path.read_bytes()
     offset = struct.unpack_from("<Q", data, len(data) - 64)[0]
-    overwrite(path, offset, b"\xff")
+    overwrite(path, offset, bytes([data[offset] ^ 1]))
 
 
 def _rename_store(path: Path) -> None:
-    overwrite(path, 20, b"\xff")
+    overwrite(path, 20, bytes([path.read_bytes()[20] ^ 1]))
 
 
 @pytest.mark.parametrize(
