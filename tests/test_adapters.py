@@ -301,7 +301,7 @@ def test_other_processes_apply_adapters(family: Family) -> None:
     request = ask("task_arithmetic", "large", "small", parameters={"lambda": 0.9})
     plan = store.plan(request)
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        merged = store.merge(plan, name="elsewhere", executor=pool, memo=False)
+        merged = store.merge(plan, name="elsewhere", cluster=pool, memo=False)
     assert merged.expert_bytes_read == plan.planned_expert_bytes
     assert store.merge(plan, name="here", memo=False).manifest == merged.manifest
 

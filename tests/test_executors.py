@@ -20,6 +20,7 @@ from worker_faults import Killing
 
 from mstore import MergeRequest
 from mstore.api import Store
+from mstore.clusters.engine import AnyExecutor
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.merge.running.engine import Resources, run_plan
 from mstore.store import leases
@@ -97,7 +98,7 @@ def merge(store: Store, plan: Plan, executor: Executor, name: str = "m") -> Merg
         message="",
         threads=1,
         slice_bytes=SMALL,
-        executor=executor,
+        workers=AnyExecutor(executor),
     )
 
 
@@ -108,7 +109,7 @@ def is_clean(store: Store) -> bool:
 
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the merge receive each slice before it hands out the next one."""
-    monkeypatch.setattr("mstore.merge.running.runners._HANDED_OUT", 1)
+    monkeypatch.setattr("mstore.merge.running.runners._AHEAD", (0, 1))
 
 
 # -- frameworks ----------------------------------------------------------------------------------
@@ -335,7 +336,7 @@ def test_an_error_that_a_framework_wraps_is_unwrapped(
     if isinstance(damage, Corrupt):
         assert failed.value is damage
     else:
-        assert failed.value.what == "the executor did not return a slice: OSError: no"
+        assert failed.value.what == "the workers did not return a slice: OSError: no"
 
 
 def test_an_interrupted_merge_leaves_what_it_finished(store: Store, plan: Plan) -> None:
@@ -382,6 +383,6 @@ def test_another_future_is_refused(store: Store, plan: Plan) -> None:
     before = store.refs()
     with pytest.raises(BadRequest, match="returned a object, not a concurrent") as refused:
         merge(store, plan, Client(), name="never")  # type: ignore[arg-type]
-    assert refused.value.hint == "for Dask, pass client.get_executor()"
+    assert refused.value.hint == "for Dask, pass its address, or client.get_executor()"
     assert store.refs() == before
     assert is_clean(store)

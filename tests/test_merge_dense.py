@@ -34,7 +34,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.planning.request import resolve
 from mstore.merge.planning.session import request_key
 from mstore.merge.running.engine import RESERVE, Resources, bounds, run_plan
-from mstore.merge.running.finished import sound_pack
+from mstore.merge.running.leftovers import sound_pack
 from mstore.merge.running.loading import SPARE_SIDES, LoadBuffers, load, will_need
 from mstore.merge.running.slices import batch_chunks
 from mstore.merge.running.task import ChunkTask, Row, StoredBlock, Tasks
@@ -245,7 +245,7 @@ def test_processes_give_the_same(way: str, kind: str, places: Callable[[str], Pl
     wanted = place.store("raw").merge(planned(place.store("raw"), "ties"), name="m").manifest
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool, store:
         plan = planned(store, "ties")
-        report = store.merge(plan, name="m", executor=pool, memo=False)
+        report = store.merge(plan, name="m", cluster=pool, memo=False)
         assert report.manifest == wanted
         assert report.expert_bytes_read == plan.planned_expert_bytes
         assert deltas_at_rest(store, "m") > 5

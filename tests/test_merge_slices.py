@@ -26,6 +26,7 @@ from mstore.blocks.codecs import Policy
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.packs import PAGE
 from mstore.blocks.reader import Meter
+from mstore.clusters.engine import AnyExecutor
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.engine import RESERVE, Resources, bounds, run_plan
@@ -113,8 +114,10 @@ def plan_of(store: Store, method: str, **options: Any) -> Plan:
     return store._catalog.record(Plan, report.plan)
 
 
-def merge(store: Store, plan: Plan, **options: Any) -> Merged:
+def merge(store: Store, plan: Plan, executor: Executor | None = None, **options: Any) -> Merged:
     """Run it in small slices, without a memo table."""
+    if executor is not None:
+        options["workers"] = AnyExecutor(executor)
     given = {"threads": 2, "slice_bytes": SMALL, "name": "m", "message": ""}
     given |= {"policy": Policy.RAW} | options
     return run_merge(store._catalog, plan, sources_of(store._catalog, plan.id(), plan), **given)
@@ -195,7 +198,7 @@ def test_an_executor_of_threads(store: Store) -> None:
     plan = plan_of(store, "ties")
     with ThreadPoolExecutor(3) as pool:
         assert merge(store, plan, executor=pool).manifest == wanted(store, plan)
-        report = store.merge(str(plan.id()), name="api", executor=pool, memo=False)
+        report = store.merge(str(plan.id()), name="api", cluster=pool, memo=False)
         assert report.manifest == wanted(store, plan)
 
 
@@ -213,7 +216,7 @@ class Unlucky(Executor):
         work = pickle.dumps(given[0])
         ended = subprocess.run([sys.executable, "-c", KILLED], input=work, check=False)
         assert ended.returncode == -signal.SIGKILL
-        assert list(given[0].target.parent.glob(f"{given[0].target.stem}-*.pack"))
+        assert list(given[0].workplace.directory.glob(f"{given[0].number}-*.pack"))
         self.killed += 1
         future: Future[Any] = Future()
         self.futures.append((future, work))
@@ -248,7 +251,7 @@ execute(pickle.loads(sys.stdin.buffer.read()))
 def test_a_slice_may_run_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are killed with a pack half written, slices run twice, receipts come in the reverse
     order: the merge is the same, reads no more, and leaves nothing behind."""
-    monkeypatch.setattr("mstore.merge.running.runners._HANDED_OUT", 3)
+    monkeypatch.setattr("mstore.merge.running.runners._AHEAD", (0, 3))
     plan = plan_of(store, "linear", dtype="F32")
     pool = Unlucky()
     merged = merge(store, plan, executor=pool)
@@ -552,7 +555,7 @@ def test_a_worker_keeps_the_bound_of_its_slice(tmp_path: Path) -> None:
         for name, memory in (("tight", bound), ("loose", 1 << 30)):
             spawn = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, spawn, initializer=watch_memory) as pool:
-                store.merge(plan, name=name, threads=64, memory=memory, executor=pool, memo=False)
+                store.merge(plan, name=name, threads=64, memory=memory, cluster=pool, memo=False)
                 assert pool.submit(peak_memory).result() <= memory
         assert store["tight"].manifest == store["loose"].manifest
 
@@ -565,12 +568,12 @@ def test_a_slice_carries_its_bounds(store: Store) -> None:
 
     class Seeing(ThreadPoolExecutor):
         def submit(self, run: Any, /, *given: Any, **named: Any) -> Future[Any]:
-            seen.append(given[0])
+            seen.extend(one for one in given if isinstance(one, Slice))
             return super().submit(run, *given, **named)
 
     def threads(**options: Any) -> set[int]:
         seen.clear()
-        store.merge(str(plan.id()), name="m", memo=False, executor=pool, **options)
+        store.merge(str(plan.id()), name="m", memo=False, cluster=pool, **options)
         return {slice.bounds.threads for slice in seen}
 
     with Seeing(2) as pool:

@@ -54,8 +54,7 @@ class Killing(Executor):
     @property
     def has_killed(self) -> bool:
         """Whether the worker died, with its pack begun."""
-        target = self.slices[self._number].target
-        return self._mark.exists() and not target.exists()
+        return self._mark.exists()
 
 
 _peak = [0]

@@ -466,6 +466,13 @@ class Exchanging(OpenStore):
             s3_credentials=self.s3_credentials,
         )
 
+    def _take_pushed(self, remote: str, name: str) -> None:
+        """Move the branch here, too, that a merge has moved at a lazy remote."""
+        from mstore.remotes import registry
+
+        if registry.find(self._catalog, remote).lazy:
+            self.pull(remote, [name])
+
     def _lean(self, catalog: Catalog) -> None:
         elsewhere = catalog.index.elsewhere
         if elsewhere is not None and elsewhere.reader is None:

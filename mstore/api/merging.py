@@ -6,12 +6,13 @@ Part of `mstore.api.Store`, which combines all parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from mstore.api.open_store import OpenStore, thread_count
+from mstore.api.exchanging import Exchanging
+from mstore.api.open_store import thread_count
 from mstore.store import contents, refs
 from mstore.store import layout as layouts
 from mstore.store.contents import placing_damage
@@ -19,7 +20,7 @@ from mstore.store.models import tensors_of, with_model
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import PREPARE
 from mstore.terms.errors import BadRequest
-from mstore.terms.ids import PlanId, Revision, SnapshotId
+from mstore.terms.ids import ManifestId, PlanId, Revision, SnapshotId
 from mstore.terms.phrases import Option, call, phrase
 
 if TYPE_CHECKING:
@@ -36,15 +37,19 @@ if TYPE_CHECKING:
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Request
     from mstore.merge.planning.warnings import MergeWarning
-    from mstore.merge.running.commit import MergeReport, ReplayReport
+    from mstore.merge.running.commit import Merged, MergeReport, ReplayReport
+    from mstore.merge.running.delivery import Delivery
     from mstore.merge.running.outstanding import Outstanding
+    from mstore.merge.running.runners import Workers
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.models.vocabulary.align import AlignReport
     from mstore.terms.report import ProgressCallback
     from mstore.terms.requests import MergeRequest, RecipeRequest, Vocabulary
 
+T = TypeVar("T")
 
-class Merging(OpenStore):
+
+class Merging(Exchanging):
     """Calls about merging: plan, merge, and report on both."""
 
     def plan(
@@ -391,7 +396,9 @@ class Merging(OpenStore):
         memo: bool = True,
         memory: int | None = None,
         codec: str | None = None,
-        executor: Executor | None = None,
+        cluster: str | Executor | None = None,
+        remote: str | None = None,
+        push: bool = False,
         progress: ProgressCallback | None = None,
     ) -> MergeReport:
         """Run a stored plan and publish the result under the ref `name`, or publish nothing.
@@ -408,26 +415,30 @@ class Merging(OpenStore):
         base; a plan that `plan` returned was already allowed there.
         allow_nonfinite: also publish a result with elements that are infinite or NaN, and are
         finite in all inputs.  Of a virtual merge nobody knows yet: `materialize` asks.
-        threads: the most threads to use; None means one per processor, or one per slice with an
-        executor.  The result is the same for any number.
+        threads: the most threads to use; None means one per processor, or one per slice on a
+        cluster.  The result is the same for any number.
         memo: reuse outputs of earlier merges from the memo table, and add to it.
         memory: the most anonymous memory in bytes; None means 512 MiB.
         codec: how new blocks are stored: auto, raw or dense; None uses the store's setting.  The
         result is the same.  A virtual merge stores none.
-        executor: computes slices in its workers, which need the store's directory but not its
-        index.  `threads` and `memory` then hold for each slice: a worker that computes several at
-        a time may take as much for each.
+        cluster: where slices are computed: an address (`local:4`, `tcp://HOST:8786`, `dask:FILE`,
+        `ray:auto`, `ray://HOST:10001`, `slurm:PARTITION`), or a `concurrent.futures.Executor`.
+        `threads` and `memory` then hold for each slice: a worker that computes several at a time
+        may take as much for each.
+        remote: with a cluster, the remote where workers read packs and put new ones; then the packs
+        come here.  None: they read and write the store's directory, which they must see.
+        push: leave the packs at the remote and move its branch `name`; then nothing is published
+        here, but where the remote is lazy the branch moves here, too.
 
         Raises NotFound, BadRequest, BadName, Incompatible (new elements that are not finite),
         Conflict (the ref moved meanwhile), Corrupt, BudgetExceeded (a read outside the plan),
-        Interrupted (the executor lost a slice), StorageFailed.
+        Interrupted (the workers lost a slice), Unavailable (a cluster or a remote), StorageFailed.
         """
         from mstore.merge.planning.costs import Costs, costs_to_report
         from mstore.merge.planning.report import PlanReport, plan_report
         from mstore.merge.planning.validate import require_effect
         from mstore.merge.planning.warnings import moved_inputs
         from mstore.merge.running.commit import merge_report, run_merge
-        from mstore.store.leaning import leaning_of, require_here
         from mstore.store.plans import find, sources_of
 
         began = time.monotonic()
@@ -466,29 +477,37 @@ class Merging(OpenStore):
             report = plan_report(record, id, sources, costs, warnings=told)
             seconds = time.monotonic() - began
             return merge_report(report, deferred, name=called, analyzed=analyzed, seconds=seconds)
-        if executor is not None:
-            inputs = map(self._catalog.manifest, record.manifest_ids())
-            for leaning in (leaning_of(self._catalog, one) for one in inputs):
-                require_here(leaning, "let workers read what is not here")
         requests, received = self._traffic()
-        merged = run_merge(
-            self._catalog,
-            record,
-            sources,
-            name=name,
-            candidate=candidate,
-            message=message,
-            allow_nonfinite=allow_nonfinite,
-            threads=1 if executor is not None and threads is None else thread_count(threads),
-            progress=progress,
-            memo=self._memo if memo else None,
-            memory=memory,
-            executor=executor,
-            policy=policy,
-        )
+
+        def run(workers: Workers | None, delivery: Delivery | None, most: int) -> Merged:
+            return run_merge(
+                self._catalog,
+                record,
+                sources,
+                name=name,
+                candidate=candidate,
+                message=message,
+                allow_nonfinite=allow_nonfinite,
+                threads=most,
+                progress=progress,
+                memo=self._memo if memo else None,
+                memory=memory,
+                workers=workers,
+                delivery=delivery,
+                policy=policy,
+            )
+
+        if push and candidate is not None:
+            raise BadRequest(
+                "a candidate is of this store, and is not pushed", where=Option("candidate")
+            )
+        where = _Where(cluster, remote, push, threads, memory)
+        merged = self._run(run, where, record.manifest_ids, progress)
+        if push:
+            self._take_pushed(remote or "", name)
         told += moved_inputs(sources, called) if merged.is_new else ()
         outcome = merged.outcome
-        base, made = (self._catalog.manifest(one) for one in (record.base_id(), merged.manifest))
+        base, made = self._catalog.manifest(record.base_id()), outcome.manifest
         planned = plan_report(
             *(record, id, sources, outcome.costs),
             not_finite=merged.not_finite,
@@ -507,6 +526,53 @@ class Merging(OpenStore):
             analyzed=analyzed,
             seconds=time.monotonic() - began,
             remote=(after[0] - requests, after[1] - received),
+            pushed_to=remote if push else None,
+        )
+
+    def _run(
+        self,
+        run: Callable[[Workers | None, Delivery | None, int], T],
+        where: _Where,
+        inputs: Callable[[], Iterable[ManifestId]],
+        progress: ProgressCallback | None,
+    ) -> T:
+        """Run a plan here, or on a cluster.  inputs: of the plan."""
+        from mstore.merge.running.engine import MEMORY
+        from mstore.merge.running.slices import SLICE_BYTES
+        from mstore.store.leaning import leaning_of, require_here
+
+        if where.cluster is None:
+            if where.remote is not None or where.push:
+                raise BadRequest(
+                    "a merge on this machine reads and writes this store",
+                    where=Option("remote" if where.remote is not None else "push"),
+                    hint=Option("cluster", "local:2"),
+                )
+            return run(None, None, thread_count(where.threads))
+        from mstore.clusters.merging import on_cluster
+
+        if where.remote is None:
+            read = map(self._catalog.manifest, inputs())
+            for leaning in (leaning_of(self._catalog, one) for one in read):
+                require_here(
+                    leaning,
+                    "let workers read what is not here",
+                    hint=Option("remote", leaning[0].remote) if leaning else None,
+                )
+        return on_cluster(
+            self._catalog,
+            where.cluster,
+            lambda engine, delivery: run(
+                engine,
+                delivery,
+                engine.threads if where.threads is None else thread_count(where.threads),
+            ),
+            remote=where.remote,
+            push=where.push,
+            opens=self._remote,
+            memory=MEMORY if where.memory is None else where.memory,
+            slice_bytes=SLICE_BYTES,
+            progress=progress,
         )
 
     def materialize(
@@ -516,6 +582,9 @@ class Merging(OpenStore):
         message: str = "",
         allow_nonfinite: bool = False,
         threads: int | None = None,
+        cluster: str | Executor | None = None,
+        remote: str | None = None,
+        push: bool = False,
         progress: ProgressCallback | None = None,
     ) -> MaterializeReport:
         """Compute the virtual merge at a branch in full and move the branch to the result.
@@ -523,22 +592,36 @@ class Merging(OpenStore):
         The content equals that of an ordinary merge of the same plan.  The message stays unless a
         new one is given.
 
-        allow_nonfinite: as for `merge`.
+        allow_nonfinite, cluster, remote, push: as for `merge`.
 
         Raises NotFound, BadRequest (not a branch), Incompatible (new elements that are not finite),
-        Conflict (a tag, or it moved).
+        Conflict (a tag, or it moved), and what `merge` raises on a cluster.
         """
         from mstore.merge.virtual.deferred import materialize
 
-        return materialize(
-            self._catalog,
-            self._memo,
-            name,
-            message=message,
-            allow_nonfinite=allow_nonfinite,
-            threads=thread_count(threads),
-            progress=progress,
-        )
+        def run(workers: Workers | None, delivery: Delivery | None, most: int) -> MaterializeReport:
+            return materialize(
+                self._catalog,
+                self._memo,
+                name,
+                message=message,
+                allow_nonfinite=allow_nonfinite,
+                threads=most,
+                workers=workers,
+                delivery=delivery,
+                progress=progress,
+            )
+
+        def inputs() -> Iterable[ManifestId]:
+            plan = self._catalog.snapshot(self._catalog.resolve(name)).plan_id()
+            return () if plan is None else self._catalog.record(Plan, plan).manifest_ids()
+
+        where = _Where(cluster, remote, push, threads, None)
+        report = self._run(run, where, inputs, progress)
+        if not push or not report.new_snapshot:
+            return report
+        self._take_pushed(remote or "", name)
+        return replace(report, pushed_to=remote)
 
     def explain(self, revision: Revision, tensor: str | None = None) -> Explanation:
         """Report which experts made a merge, block by block, and what was left out and why.
@@ -593,6 +676,16 @@ class Merging(OpenStore):
 
         id = self._real(revision)
         return replay(self._catalog, id, threads=thread_count(threads), progress=progress)
+
+
+class _Where(NamedTuple):
+    """Where a merge is computed, and by what means; as `Merging.merge` takes it."""
+
+    cluster: str | Executor | None
+    remote: str | None
+    push: bool
+    threads: int | None
+    memory: int | None
 
 
 def _inputs(asked: Request) -> list[SnapshotId]:

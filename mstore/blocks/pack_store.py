@@ -20,16 +20,45 @@ HERE: Final = 0
 """The place of packs that lie in the store's own directory."""
 
 
-class Packs(ABC):
-    """Packs that are kept at one place: this disk, another one, a bucket.
+class PackReads(ABC):
+    """Packs of one place, to read: all that who computes a slice of a merge needs.
 
     A pack never changes under its name, and no name comes twice. So any part may be read at any
     time, by any number of threads and processes, and what was read may be kept.
 
-    *Read.* A read returns exactly the bytes that were asked for, or raises: PackGone for a pack
-    that is not there, Corrupt for a place that the pack does not have, Unreadable if the place has
-    lost the bytes, StorageFailed if this machine cannot read now. The bytes are not trusted:
-    whoever reads checks them against an id.
+    A read returns exactly the bytes that were asked for, or raises: PackGone for a pack that is not
+    there, Corrupt for a place that the pack does not have, Unreadable if the place has lost the
+    bytes, StorageFailed if this machine cannot read now. The bytes are not trusted: whoever reads
+    checks them against an id.
+    """
+
+    @abstractmethod
+    def read(self, pack: PackId, offset: int, length: int) -> Buffer:
+        """Return `length` bytes of the pack at `offset`."""
+
+    def read_scattered(
+        self, pack: PackId, offset: int, targets: Sequence[memoryview], version: int | None = None
+    ) -> None:
+        """Fill targets with adjacent bytes of the pack. Raises as `read`.
+
+        version: the bytes to read, as `version` gave it; Outdated if these are others now.
+        """
+        for target in targets:
+            target[:] = memoryview(self.read(pack, offset, len(target))).cast("B")
+            offset += len(target)
+
+    def will_need(self, pack: PackId, offset: int, length: int) -> None:  # noqa: B027 -- advice
+        """Say that these bytes will be read soon; advice only, never an error."""
+
+    def forget(self, pack: PackId, offset: int, length: int) -> bool:
+        """Let go of copies of bytes that were damaged; return whether another read may differ."""
+        return False
+
+
+class Packs(PackReads):
+    """Packs that are kept at one place: this disk, another one, a bucket.
+
+    *Read.* As `PackReads` says.
 
     *Put.* After `put` the packs are there, whole, also after a power loss. Before it returns, or
     when it raises StorageFailed, each of them is there whole, or not at all. Nobody but the holder
@@ -46,10 +75,6 @@ class Packs(ABC):
     """
 
     # -- what each place does in its own way -------------------------------------------------
-
-    @abstractmethod
-    def read(self, pack: PackId, offset: int, length: int) -> Buffer:
-        """Return `length` bytes of the pack at `offset`."""
 
     @abstractmethod
     def table(self, pack: PackId) -> Footer:
@@ -88,17 +113,6 @@ class Packs(ABC):
         """Return whether the pack is there; reads none of it. Raises StorageFailed if unknown."""
         return pack in self.listed()
 
-    def read_scattered(
-        self, pack: PackId, offset: int, targets: Sequence[memoryview], version: int | None = None
-    ) -> None:
-        """Fill targets with adjacent bytes of the pack. Raises as `read`.
-
-        version: the bytes to read, as `version` gave it; Outdated if these are others now.
-        """
-        for target in targets:
-            target[:] = self.read(pack, offset, len(target))
-            offset += len(target)
-
     @abstractmethod
     def read_each(self, pack: PackId, places: Iterable[tuple[int, int]]) -> Iterator[Buffer]:
         """Yield the bytes of each (offset, length); fewer where the pack ends. Raises as `read`."""
@@ -117,10 +131,7 @@ class Packs(ABC):
             raise PackGone("the pack is missing", where=self.where(pack))
         return 0
 
-    def will_need(self, pack: PackId, offset: int, length: int) -> None:  # noqa: B027 -- advice
-        """Say that these bytes will be read soon; advice only, never an error."""
-
-    def forget_removed(self) -> None:  # noqa: B027 -- a place may hold nothing open
+    def forget_removed(self) -> None:
         """Let go of packs that were removed, so that their space is freed."""
 
     def strays(self) -> Iterator[str]:
@@ -133,10 +144,6 @@ class Packs(ABC):
 
     def is_elsewhere(self, pack: PackId) -> bool:
         """Return whether reads of this pack go elsewhere (`blocks.elsewhere`)."""
-        return False
-
-    def forget(self, pack: PackId, offset: int, length: int) -> bool:
-        """Let go of copies of bytes that were damaged; return whether another read may differ."""
         return False
 
     # -- abilities ---------------------------------------------------------------------------

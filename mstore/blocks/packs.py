@@ -114,6 +114,21 @@ class SealedPack(msgspec.Struct, frozen=True):
     entries: tuple[PackEntry, ...]
 
 
+class SentPack(msgspec.Struct, frozen=True):
+    """A pack that lies at a remote: name, bytes, and its table behind the bytes of its header."""
+
+    id: PackId
+    size: int
+    table: bytes
+
+    @classmethod
+    def of(cls, pack: SealedPack) -> SentPack:
+        """Return the description of a sealed pack. Raises PackGone, StorageFailed."""
+        with opened(pack.path) as file:
+            head = file.read(HEADER_BYTES)
+        return cls(pack.id, pack.size, head + table_of(pack.entries)[1])
+
+
 def header(nonce: bytes) -> bytes:
     """Return the first bytes of a pack's header; zero bytes fill its page."""
     return _HEADER.pack(MAGIC, VERSION, nonce)

@@ -412,9 +412,11 @@ class Publication:
 
     def __init__(self, catalog: Catalog, transaction: Transaction) -> None:
         self._catalog = catalog
-        self._transaction = transaction
+        self.transaction = transaction
         self._snapshots: list[SnapshotRecord] = []
         self._moves: list[RefMove] = []
+        self.refs: dict[str, refs.Ref] = {}
+        """What each branch or candidate is afterwards."""
 
     def put(
         self,
@@ -445,7 +447,7 @@ class Publication:
             raise BadRequest(
                 f"a message is text that UTF-8 can spell, not {message!r}", where=Option("message")
             )
-        transaction = self._transaction
+        transaction = self.transaction
         if relies:
             transaction.rely_on_manifest(content)
         if plan is not None and coverage is None:
@@ -471,17 +473,23 @@ class Publication:
             # One that follows another state of the branch is not the one that was asked for.
             tips += [mine] if mine is not None and mine.parents == record.parents else []
         there = next((one for one in tips if one is not None and _stays(one, record, keeps)), None)
-        new = refs.Ref(kind, (there or record).id())
+        new = refs.Ref(kind, bytes((there or record).id()))
         if there is None:
             self._snapshots.append(record)
+        self.refs[name] = new
         if new != now:
             self._moves.append(RefMove(name, now, new, action))
         return there or record, there is None
 
+    def put_snapshots(self) -> None:
+        """Put the records of the snapshots, which `commit` does otherwise."""
+        for record in self._snapshots:
+            self.transaction.put_record(record)
+
     def commit(self) -> None:
         """Publish what was put, and what a repair had dropped.  Raises Conflict, StorageFailed."""
-        if self._moves or self._transaction.has_news:
-            self._transaction.commit(snapshots=self._snapshots, moves=self._moves)
+        if self._moves or self.transaction.has_news:
+            self.transaction.commit(snapshots=self._snapshots, moves=self._moves)
 
 
 def made_of(record: SnapshotRecord) -> tuple[Parent, ...]:

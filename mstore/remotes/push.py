@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from typing import Final
@@ -24,7 +24,7 @@ import msgspec
 from mstore import fs
 from mstore.blocks.location import Key, Location
 from mstore.blocks.pack_tables import entries_of, read_tables
-from mstore.blocks.packs import ENTRY, HEADER_BYTES, NO_BASE, Kind
+from mstore.blocks.packs import ENTRY, HEADER_BYTES, NO_BASE, Kind, SentPack
 from mstore.remotes import layout, statistics
 from mstore.remotes.layout import (
     MOST_MOVES,
@@ -41,7 +41,7 @@ from mstore.remotes.layout import (
     pack_name,
     table_name,
 )
-from mstore.remotes.needs import LocalRecords, Needs, gather, is_ancestor, whole
+from mstore.remotes.needs import LocalRecords, Needs, RecordSource, gather, is_ancestor, whole
 from mstore.remotes.objects import MOST_JOBS, Absent, Overtaken, requests_to_put
 from mstore.remotes.outgoing import Outgoing, laid_out, pieces
 from mstore.remotes.places import RemotePlaces
@@ -57,6 +57,7 @@ from mstore.terms.errors import (
     Conflict,
     Corrupt,
     Incompatible,
+    Interrupted,
     NotFound,
     StorageFailed,
     did_you_mean,
@@ -97,19 +98,23 @@ class PushReport(Report, frozen=True):
     """how long it took"""
 
 
-class _Sent(msgspec.Struct, frozen=True):
-    """A pack that lies at the remote, and that no root names yet."""
+class PacksGone(Interrupted):
+    """The remote's gc has removed packs of this work, which no root named in time."""
 
-    pack: PackId
-    size: int
-    table: bytes
+
+class Staged(msgspec.Struct, frozen=True):
+    """What goes to a remote and is not published here: refs, records, and packs that are there."""
+
+    refs: Mapping[str, refs.Ref]
+    source: RecordSource
+    packs: Sequence[SentPack]
 
 
 class Push:
     """One push.
 
     tracks: whether refs below remotes/ say what is there afterwards. outgoing: statistics that go
-    along.
+    along. staged: what to push in place of refs of this store.
     """
 
     def __init__(
@@ -123,25 +128,28 @@ class Push:
         force_with_lease: bool = False,
         tracks: bool = True,
         outgoing: statistics.OutgoingStatistics | None = None,
+        staged: Staged | None = None,
         jobs: int,
         progress: ProgressCallback | None = None,
     ) -> None:
         self._catalog = catalog
+        self._staged = staged
         self._statistics = outgoing
         self._remote = remote
         self._delete = delete
         self._force = force_with_lease
-        self._tracks = tracks
+        # A ref names what is here.
+        self._tracks = tracks and staged is None
         self._jobs = jobs
         self._progress = progress
-        self._source = LocalRecords(catalog)
-        self._refs = refs_to_send(catalog, names)
+        self._source: RecordSource = LocalRecords(catalog) if staged is None else staged.source
+        self._refs = refs_to_send(catalog, names) if staged is None else dict(staged.refs)
         for name in delete:
             if name in self._refs:
                 raise BadRequest("cannot be pushed and deleted at once", where=name)
         self._with_contents = contents_of_ancestors
         self._needs = Needs()
-        self._sent: dict[PackId, _Sent] = {}
+        self._sent: dict[PackId, SentPack] = {}
         self._at: dict[Key, tuple[PackId, bytes]] = {}
         self._used: dict[Key, PackId] = {}
         self._table: str | None = None
@@ -154,11 +162,14 @@ class Push:
         self._remote.objects.require_writable()
         self._remote.make_directory()
         named = [ref.snapshot_id() for ref in self._refs.values()]
-        with _lease(self._catalog, self._remote), contents.held(self._catalog, named):
+        own = named if self._staged is None else []
+        with _lease(self._catalog, self._remote), contents.held(self._catalog, own):
             wanted = whole(self._source, named, ancestors=self._with_contents)
             self._needs = gather(self._source, named, wanted)
             state = self._state()
             self._take_up(state)
+            for one in () if self._staged is None else self._staged.packs:
+                self._note_sent(one)
             for attempt in self._remote.attempts():
                 if attempt:
                     state = self._remote.state()
@@ -226,22 +237,28 @@ class Push:
                 row = state.packs().get(pack)
                 is_stray = row is None or (row.is_there and not row.is_known)
                 if is_stray and self._remote.objects.size(pack_name(pack)) == one[0]:
-                    self._note_sent(_Sent(pack, *one))
+                    self._note_sent(SentPack(pack, *one))
                     continue
             fs.unlink(path, missing_ok=True)
 
-    def _note_sent(self, one: _Sent) -> None:
-        self._sent[one.pack] = one
-        for entry in entries_of(read_tables([(one.pack, one.table)], "")[0]):
+    def _note_sent(self, one: SentPack) -> None:
+        self._sent[one.id] = one
+        for entry in entries_of(read_tables([(one.id, one.table)], "")[0]):
             key = Kind(entry.kind), entry.id
             # One that needs no base goes before one that does.
             if key not in self._at or entry.base == NO_BASE:
-                self._at[key] = one.pack, entry.base
+                self._at[key] = one.id, entry.base
 
     def _drop_deleted(self, state: RemoteState) -> None:
         """Forget packs that were put, and that the remote removed before a root named them."""
         rows = {pack: state.packs().get(pack) for pack in self._sent}
         gone = {pack for pack, row in rows.items() if row is not None and not row.is_there}
+        if self._staged is not None and any(one.id in gone for one in self._staged.packs):
+            raise PacksGone(
+                f"{self._remote.name} has removed packs of this merge before it ended",
+                where=self._remote.where,
+                hint="run the same merge again: it makes these packs again",
+            )
         if gone:
             kept = [one for pack, one in self._sent.items() if pack not in gone]
             self._sent.clear()
@@ -394,7 +411,7 @@ class Push:
             self._remote.requests += requests_to_put(one.size)
         if self._remote.dry_run:
             for one in order:
-                self._note_sent(_Sent(one.pack, one.size, one.table))
+                self._note_sent(SentPack(one.pack, one.size, one.table))
         else:
             self._put_each(order, tick)
         used.update((key, self._at[key][0]) for key in lacking if key in self._at)
@@ -449,7 +466,7 @@ class Push:
             ) as done,
         ):
             for one, _ in done:
-                self._note_sent(_Sent(one.pack, one.size, one.table))
+                self._note_sent(SentPack(one.pack, one.size, one.table))
 
     def _put(self, one: Outgoing, jobs: int, told: Callable[[int], None]) -> None:
         # Before the put: whoever is killed in it finds the pack there, or not.
@@ -487,7 +504,7 @@ class Push:
             if pack in needed and (pack not in rows or not rows[pack].is_known)
         ]
         if new:
-            data = b"".join(one.table for one in new)
+            data = b"".join([one.table for one in new])
             table, made = TableId.of(data), state.root.generation + 1
             self._table = table_name(made, table)
             self._remote.put_bytes(self._table, data)
@@ -496,7 +513,7 @@ class Push:
                 changes.put(
                     "packs",
                     PackRow(
-                        id=bytes(one.pack),
+                        id=bytes(one.id),
                         size=one.size,
                         state=PackState.LIVE,
                         time_ns=0,

@@ -42,6 +42,8 @@ HOLD = ".pin"
 """The end of a hold's name, from when holds were called pins: other versions look for it."""
 PACK = ".pack"
 RECEIPT = ".receipt"
+AWAY = ".away"
+"""What stands for a pack that lies at a remote."""
 
 
 class Lease:
@@ -278,13 +280,10 @@ def _claim_one(layout: Layout, path: Path, lease: Lease) -> None:
     try:
         with fs.translated(path):
             names = fs.listed(path)
-        for name in names:
-            if name.endswith(RECEIPT) and name.removesuffix(RECEIPT) + PACK in names:
-                stem = name.removesuffix(RECEIPT)
-                for suffix in (PACK, RECEIPT):
-                    fs.rename(
-                        path / (stem + suffix), lease.directory / _new_name(path, stem, suffix)
-                    )
+        for stem in [name.removesuffix(RECEIPT) for name in names if name.endswith(RECEIPT)]:
+            packs = [suffix for suffix in (PACK, AWAY) if stem + suffix in names]
+            for suffix in (*packs, RECEIPT) if packs else ():
+                fs.rename(path / (stem + suffix), lease.directory / _new_name(path, stem, suffix))
         fs.remove_tree(path)
     finally:
         lock.remove()

@@ -14,10 +14,10 @@ belongs to one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 import msgspec
 
@@ -36,7 +36,7 @@ from mstore.store.objects.tensor import BYTES, Tensor, in_blocks, partition
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict, Interrupted, NotFound
-from mstore.terms.ids import BlockId, Id, SnapshotId, TensorId
+from mstore.terms.ids import BlockId, Id, SnapshotId
 from mstore.terms.phrases import Option, phrase
 
 
@@ -70,7 +70,7 @@ class Transaction:
         self._catalog = catalog
         self._own: set[bytes] = set()
         self._own_records: set[Key] = set()
-        self._pending: dict[TensorId, Tensor] = {}
+        self._records: dict[Key, Record] = {}
         self._relied_blocks: set[BlockId] = set()
         # Of stored tensors: these may lie elsewhere.  What this transaction was given may not.
         self._read_blocks: set[bytes] = set()
@@ -181,6 +181,16 @@ class Transaction:
         return self._packs.bytes_written
 
     @property
+    def records(self) -> Mapping[Key, Record]:
+        """The records that are new."""
+        return self._records
+
+    def sealed(self) -> Sequence[SealedPack]:
+        """Seal what was put and return its packs: to publish elsewhere, in place of `commit`."""
+        self._packs.seal()
+        return self._packs.sealed
+
+    @property
     def directory(self) -> Path:
         """The directory in which to write packs for `adopt`."""
         return self._lease.directory
@@ -206,6 +216,12 @@ class Transaction:
         self._packs.adopt(pack)
         self.blocks_new += known.count(False)
         return known.count(False)
+
+    def count_in(self, blocks: Iterable[BlockId]) -> None:
+        """Take blocks as part of this whose pack lies elsewhere: then `commit` is not called."""
+        before = len(self._own)
+        self._own.update(blocks)
+        self.blocks_new += len(self._own) - before
 
     def receive(self, pack: SealedPack) -> None:
         """Publish a pack from elsewhere as well, of whose entries those given here get rows."""
@@ -244,7 +260,7 @@ class Transaction:
             for part in file.parts:
                 id = part.tensor_id()
                 if (Kind.TENSOR, id) in self._own_records:
-                    self._rely_on_blocks(self._pending[id])
+                    self._rely_on_blocks(cast("Tensor", self._records[Kind.TENSOR, id]))
                     continue
                 if (Kind.VIRTUAL, id) in self._own_records:
                     continue
@@ -297,8 +313,7 @@ class Transaction:
                 raise BadRequest(f"cannot be stored: {problem}", where=f"{kind.name.lower()} {id}")
             self._packs.writer.append_small(id, kind, Codec.RAW, 1, data, len(data))
             own.add(key)
-            if isinstance(record, Tensor):
-                self._pending[TensorId(id)] = record
+            self._records[kind, id] = record
         return ids
 
     def _present(self, keys: AbstractSet[Key]) -> AbstractSet[Key]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -221,10 +221,17 @@ _Sides = list[tuple[Tensor, bytes]]
 """Of one tensor: the records of the experts that matter to it, and the states of their chunks."""
 
 
-def costs_of(catalog: Catalog, plan: Plan) -> Costs:
-    """Return a plan's costs in this store.  Raises NotFound, Corrupt if an input is missing.
+class Lengths(Protocol):
+    """Who knows how long blocks are at rest: the catalog, for one."""
 
-    Blocks that several experts share in a chunk are read, and counted, once.
+    def stored_lengths(self, blocks: Sequence[bytes]) -> Ints:
+        """Return bytes at rest of each block, int64[blocks]."""
+
+
+def costs_of(catalog: Catalog, plan: Plan, lengths: Lengths | None = None) -> Costs:
+    """Return a plan's costs.  Raises NotFound, Corrupt if an input is missing.
+
+    lengths: of blocks where they are read; None: in this store.  Blocks that several experts share in a chunk are read, and counted, once.
     """
     inputs = Inputs.of(catalog, plan)
     # Look up the records of one expert together.
@@ -272,9 +279,9 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
     if blocks:
         raw = np.concatenate(blocks).tobytes()
         stored = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
-        lengths = catalog.stored_lengths(stored)
-        full += int(lengths.sum())
-        planned += int(lengths[np.concatenate(are_read)].sum())
+        found = (lengths or catalog).stored_lengths(stored)
+        full += int(found.sum())
+        planned += int(found[np.concatenate(are_read)].sum())
     return Costs(full, planned)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 
 import msgspec
@@ -13,7 +12,9 @@ from mstore.blocks.codecs import Policy
 from mstore.blocks.schema import PlanInputs
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning, not_finite_text
+from mstore.merge.running.delivery import Delivery, InStoreDelivery
 from mstore.merge.running.engine import MEMORY, Outcome, Resources, run_plan
+from mstore.merge.running.runners import WorkerReport, Workers
 from mstore.merge.running.slices import SLICE_BYTES
 from mstore.models.made import Publication, made_of
 from mstore.store import contents, refs
@@ -51,6 +52,8 @@ class MergeReport(Report, frozen=True):
     """where the branch pointed before, which `move` expects; None for a new branch"""
     virtual: bool
     """whether only the plan was committed; blocks are computed on read"""
+    pushed_to: str | None
+    """the remote whose branch now is the result, which is not here; None: the result is here"""
     method: str
     """the merge method"""
     budget_bytes: int | None
@@ -98,6 +101,8 @@ class MergeReport(Report, frozen=True):
     merging"""
     remarks: tuple[str, ...]
     """remarks of the planner, as text"""
+    workers: tuple[WorkerReport, ...]
+    """what each worker of a cluster did"""
     seconds: float
     """how long it took"""
 
@@ -137,6 +142,7 @@ def merge_report(
     analyzed: int,
     seconds: float,
     remote: tuple[int, int] = (0, 0),
+    pushed_to: str | None = None,
 ) -> MergeReport:
     """Return the report of a merge of a plan.
 
@@ -152,6 +158,7 @@ def merge_report(
         new_snapshot=made.is_new,
         was=made.was,
         virtual=made.is_virtual,
+        pushed_to=pushed_to,
         method=planned.method,
         budget_bytes=planned.budget_bytes,
         max_error=planned.max_error,
@@ -173,6 +180,7 @@ def merge_report(
         not_finite=planned.not_finite,
         warnings=planned.warnings,
         remarks=planned.remarks,
+        workers=() if outcome is None else outcome.workers,
         seconds=seconds,
     )
 
@@ -190,7 +198,8 @@ def run_merge(
     progress: ProgressCallback | None = None,
     memo: Memo | None = None,
     memory: int | None = None,
-    executor: Executor | None = None,
+    workers: Workers | None = None,
+    delivery: Delivery | None = None,
     slice_bytes: int = SLICE_BYTES,
     policy: Policy | None = None,
     materialized: refs.Ref | None = None,
@@ -201,8 +210,8 @@ def run_merge(
     candidate: a run whose candidate for the branch `name` will point at the result, in its place.
     allow_nonfinite: also publish a result with elements that are infinite or NaN, and are finite in
     every input.
-    memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
-    engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
+    memo: the memo table to use and extend, None for none. memory, workers, delivery, slice_bytes: as
+    in engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
     current value of a ref that holds the virtual merge of this plan, to be made real; if it has
     moved, nothing is published. made: one of `snapshot.PLANNED`.
 
@@ -210,7 +219,10 @@ def run_merge(
     memory), NotFound (an input was pruned), Incompatible (elements that are not finite),
     BudgetExceeded, Corrupt, StorageFailed; then nothing is published.
     """
-    resources = Resources(threads, MEMORY if memory is None else memory, executor, slice_bytes)
+    delivery = delivery or InStoreDelivery(catalog)
+    resources = Resources(
+        *(threads, MEMORY if memory is None else memory, workers, delivery, slice_bytes)
+    )
     inputs = (sources.base, *sources.experts)
     with (
         contents.held(catalog, (source.snapshot_id() for source in inputs)),
@@ -245,7 +257,7 @@ def run_merge(
             coverage=outcome.coverage,
             candidate=candidate,
         )
-        publication.commit()
+        written = delivery.publish(publication)
     if memo is not None:
         # Only now are the blocks published. Outputs that cannot be remembered are computed again.
         with suppress(StorageFailed):
@@ -256,7 +268,7 @@ def run_merge(
         manifest=record.manifest_id(),
         is_new=is_new,
         is_virtual=False,
-        bytes_written=transaction.bytes_written,
+        bytes_written=written,
         blocks_total=outcome.blocks_total,
         blocks_reused=outcome.blocks_reused,
         was=None if current is None else current.snapshot_id(),

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Encoded, Policy
-from mstore.blocks.pack_store import Packs
+from mstore.blocks.pack_store import PackReads
 from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties
@@ -217,7 +217,7 @@ class Computer:
 
     def __init__(
         self,
-        packs: Packs,
+        packs: PackReads,
         expert_meter: Meter,
         base_meter: Meter,
         has_blocks: HasBlocks | None = None,

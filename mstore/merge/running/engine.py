@@ -1,36 +1,43 @@
 """The engine: runs a plan into a sink, and reads and writes only what does not exist yet.
 
 Wires the parts of a run: the work list yields slices of what must be computed and a runner computes
-them, on threads of this process or on any executor (`runners`), and the records of the output come
-last (`output`).
+them, on threads of this process or on workers (`runners`), and the records of the output come last
+(`output`).
 
 Budget-sound: a task names planned blocks only, and every read of an expert byte is charged before
 the `pread` to a meter whose limit is the size of those blocks in this store.  A slice that runs
 elsewhere is charged whole before it is submitted, and refuses to read more than that.
-Deterministic: the outcome is a function of the plan alone, for any number of threads, any executor,
+Deterministic: the outcome is a function of the plan alone, for any number of threads, any workers,
 any memo table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from mstore.blocks.codecs import Policy
-from mstore.blocks.pack_store import HERE
 from mstore.blocks.reader import Meter
 from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import Computer
+from mstore.merge.running.delivery import Delivery, InStoreDelivery
 from mstore.merge.running.finished import FinishedChunks
 from mstore.merge.running.loading import SPARE_SIDES
 from mstore.merge.running.model_card import ModelCard
 from mstore.merge.running.output import OutputFiles, Records
-from mstore.merge.running.runners import Cutter, LocalRunner, RemoteRunner, WorkList, coverage
+from mstore.merge.running.runners import (
+    Cutter,
+    LocalRunner,
+    RemoteRunner,
+    WorkerReport,
+    Workers,
+    WorkList,
+    coverage,
+)
 from mstore.merge.running.slices import BATCH_BYTES, SLICE_BYTES, Bounds, Slice, batch_chunks
 from mstore.merge.running.task import Tasks, item_size
 from mstore.models.made import blocks_of
@@ -57,13 +64,15 @@ class Resources(msgspec.Struct, frozen=True):
     """The resources of a run.
 
     threads: most threads that compute. memory: most anonymous bytes. slice_bytes: plain bytes of
-    output per slice. executor: computes the slices elsewhere; then threads and memory hold for each
-    slice, and a process that computes several at a time may take as much for each.
+    output per slice. workers: compute the slices elsewhere; then threads and memory hold for each
+    slice, and a process that computes several at a time may take as much for each. delivery: how
+    what they make comes into the merge; None: through the store's directory.
     """
 
     threads: int
     memory: int = MEMORY
-    executor: Executor | None = None
+    workers: Workers | None = None
+    delivery: Delivery | None = None
     slice_bytes: int = SLICE_BYTES
 
 
@@ -74,6 +83,7 @@ class Outcome(msgspec.Struct, frozen=True):
     table, to add once the output is published. costs: of the plan in this store.
     resumed_expert_bytes: read by an interrupted run whose work this one reused. made:
     tensors with elements that are infinite or NaN, and are finite in every input, and how many.
+    workers: what each of them did.
     """
 
     manifest: Manifest
@@ -88,6 +98,7 @@ class Outcome(msgspec.Struct, frozen=True):
     blocks_total: int
     blocks_reused: int
     made: Mapping[str, int]
+    workers: tuple[WorkerReport, ...]
 
 
 def run_plan(
@@ -109,17 +120,17 @@ def run_plan(
     """
     check_fits(catalog, plan)
     policy = catalog.config.codec if policy is None else policy
-    costs = costs_of(catalog, plan)
+    delivery = resources.delivery or InStoreDelivery(catalog)
+    costs = costs_of(catalog, plan, delivery.places)
     expert_meter, base_meter = Meter("expert", costs.planned), Meter("base")
-    tasks = Tasks(catalog, plan, expert_meter)
+    tasks = Tasks(catalog, plan, expert_meter, delivery.places)
     files = OutputFiles(catalog, tasks)
     limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
     written: set[BlockId] = set()
-    finished = FinishedChunks(catalog, tasks, sink, memo, written)
+    finished = FinishedChunks(tasks, sink, memo, delivery, written)
     first = Slice(
-        place=HERE,
-        store=catalog.layout.root,
-        target=(Path() if sink is None else sink.directory) / "0.pack",
+        number=0,
+        workplace=delivery.workplace(Path() if sink is None else sink.directory),
         block_size=catalog.block_size,
         policy=None if sink is None else policy,
         bounds=limits,
@@ -128,13 +139,13 @@ def run_plan(
     cutter = Cutter(first, resources.slice_bytes)
     work = WorkList(catalog, tasks, files, finished, cutter, progress)
     runner: LocalRunner | RemoteRunner
-    if resources.executor is None:
+    if resources.workers is None:
         computer = Computer(
             *(catalog.packs, expert_meter, base_meter, catalog.has_blocks, tasks.moved)
         )
         runner = LocalRunner(computer, limits, sink, written)
     else:
-        runner = RemoteRunner(resources.executor, sink, expert_meter, base_meter)
+        runner = RemoteRunner(resources.workers, delivery, sink, expert_meter, base_meter)
     try:
         runner.run(work)
     except BudgetExceeded as error:
@@ -167,11 +178,12 @@ def run_plan(
         blocks_total=total,
         blocks_reused=total - (0 if sink is None else sink.blocks_new),
         made={name: job.not_finite.made for name, job in jobs.items() if job.not_finite.made},
+        workers=runner.reports if isinstance(runner, RemoteRunner) else (),
     )
 
 
 # -- memory ------------------------------------------------------------------------------------
-# The process is that of the merge, or the worker of an executor: each slice carries the result
+# The process is that of the merge, or a worker: each slice carries the result
 # (`slices.Bounds`), and one that computes several slices at a time may take the bound for each.
 #
 # The chunks in flight grow with a merge: each thread holds one batch of the base and of every

@@ -5,41 +5,31 @@ whose output blocks are all still stored; a chunk whose remembered blocks were c
 again, and must come out the same.  Hits change what a merge reads and writes, but never what it
 selects, or a plan would not be a function of its inputs.
 
-Leftovers are the finished work of an interrupted merge.  Beside each sealed pack in tmp/ lies a
-receipt, NAME.receipt: the chunks that the pack was written for, by memo key, and their rows.
-
-    0    16   "mstore receipt 1"
-    16   32   BLAKE3 of the rest
-    48   ...  MessagePack [[key, value, expert bytes], ...]
-
-Nothing here is trusted: before a pack is used, its receipt must match its hash, and every block its
-id; a delta is decoded with its base as currently stored.  A pack is checked only if its receipt has
-a chunk that the merge needs.
+Of what an interrupted merge left (`leftovers`), a pack is checked only if its receipt has a chunk
+that the merge needs.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
-from blake3 import blake3
 
 from mstore import fs
-from mstore.blocks.packs import NO_BASE, PAGE, Kind, SealedPack, open_pack, read_footer
-from mstore.blocks.reader import decoded, located, verify
 from mstore.merge.arithmetic.kernels import UNLIMITED
+from mstore.merge.running.delivery import Delivery
+from mstore.merge.running.leftovers import rows_of
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.slices import Result
 from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
-from mstore.store.catalog import Catalog
-from mstore.store.leases import PACK, RECEIPT
+from mstore.merge.running.workplace import Delivered
+from mstore.store.leases import RECEIPT
 from mstore.store.memo import Memo
 from mstore.store.objects.tensor import block_count
 from mstore.store.transaction import Transaction
-from mstore.terms.errors import Corrupt, Incompatible
+from mstore.terms.errors import Corrupt
 from mstore.terms.ids import BlockId
 from mstore.terms.phrases import call
 
@@ -114,102 +104,42 @@ def find_hits(
 
 # -- leftovers ---------------------------------------------------------------------------------
 
-_MAGIC: Final = b"mstore receipt 1"
-_HASH_END: Final = len(_MAGIC) + 32
-_MAX_RECEIPT: Final = 1 << 28
-_decode = msgspec.msgpack.Decoder(list[tuple[bytes, bytes, int]]).decode
-
-
-def write_receipt(pack: SealedPack, results: Sequence[Result]) -> None:
-    """Write the receipt of a sealed pack. Raises StorageFailed.
-
-    Not synced: a receipt that a power loss tears does not match its hash and is ignored.
-    """
-    rows = msgspec.msgpack.encode([(r.key, r.value, r.expert_bytes) for r in results])
-    file = fs.NewFile(pack.path.with_suffix(RECEIPT))
-    try:
-        file.append(_MAGIC + blake3(rows).digest() + rows)
-        file.close()
-    except BaseException:
-        file.abandon()
-        raise
-
 
 class FinishedChunk(msgspec.Struct, frozen=True):
-    """A chunk of a receipt: its row, how many expert bytes were read for it, and its pack."""
+    """A chunk of a receipt: its row, how many expert bytes were read for it, and the receipt."""
 
     row: Remembered
     expert_bytes: int
-    pack: Path
+    receipt: Path
 
 
 class Leftovers:
-    """The leftovers in one directory, for this store. Belongs to one thread."""
+    """The leftovers in one directory, for one delivery. Belongs to one thread."""
 
-    def __init__(self, directory: Path, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, directory: Path, delivery: Delivery) -> None:
+        self._delivery = delivery
         self._found: dict[bytes, FinishedChunk] = {}
-        self._packs: dict[Path, SealedPack | None] = {}
+        self._packs: dict[Path, Delivered | None] = {}
         with fs.translated(directory):
             names = [name for name in fs.listed(directory) if name.endswith(RECEIPT)]
         for path in map(directory.joinpath, names):
-            for key, value, expert_bytes in _rows(path):
+            for key, value, expert_bytes in rows_of(path):
                 row = Remembered.decode(value)
                 if row is not None:
-                    self._found[key] = FinishedChunk(row, expert_bytes, path.with_suffix(PACK))
+                    self._found[key] = FinishedChunk(row, expert_bytes, path)
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def find(self, key: bytes) -> tuple[FinishedChunk, SealedPack] | None:
-        """Return the chunk of a memo key with its pack, if that is sound: it is read whole once."""
+    def find(self, key: bytes) -> tuple[FinishedChunk, Delivered] | None:
+        """Return the chunk of a memo key with its pack, if that is sound: it is tried once."""
         found = self._found.get(key)
         if found is None:
             return None
-        if found.pack not in self._packs:
-            self._packs[found.pack] = sound_pack(found.pack, self._catalog)
-        pack = self._packs[found.pack]
+        if found.receipt not in self._packs:
+            self._packs[found.receipt] = self._delivery.found(found.receipt)
+        pack = self._packs[found.receipt]
         return None if pack is None else (found, pack)
-
-
-def _rows(path: Path) -> list[tuple[bytes, bytes, int]]:
-    try:
-        with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
-            data = file.read(_MAX_RECEIPT + 1)
-        if len(data) > _MAX_RECEIPT or not data.startswith(_MAGIC):
-            return []
-        if blake3(data[_HASH_END:]).digest() != data[len(_MAGIC) : _HASH_END]:
-            return []
-        return _decode(data[_HASH_END:])
-    except (Corrupt, msgspec.MsgspecError):
-        return []
-
-
-def sound_pack(path: Path, catalog: Catalog) -> SealedPack | None:
-    """Return the pack if it holds only blocks, each of which matches its id, or None."""
-    try:
-        return _read_whole(path, catalog)
-    except (Corrupt, Incompatible):
-        return None
-
-
-def _read_whole(path: Path, catalog: Catalog) -> SealedPack | None:
-    footer = read_footer(path)
-    id, entries = footer.id, footer.entries
-    with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
-        for entry in sorted(entries, key=lambda entry: entry.offset):
-            file.seek(entry.offset)
-            longest = max(entry.raw_length, entry.stored_length)
-            if entry.kind != Kind.BLOCK or longest > catalog.block_size:
-                return None
-            base = None if entry.base == NO_BASE else catalog.read_block(BlockId(entry.base))
-            payload = file.read(entry.stored_length)
-            if len(payload) != entry.stored_length:
-                return None
-            block, at = BlockId(entry.id), located(id, entry)
-            verify(block, at, decoded(block, at, payload, base), base)
-        size = file.seek(0, 2)
-    return SealedPack(id, path, size, entries) if size % PAGE == 0 else None
 
 
 # -- both --------------------------------------------------------------------------------------
@@ -228,17 +158,18 @@ class FinishedChunks:
 
     def __init__(
         self,
-        catalog: Catalog,
         tasks: Tasks,
         sink: Transaction | None,
         memo: Memo | None,
+        delivery: Delivery,
         written: set[BlockId],
     ) -> None:
         self._sink = sink
         self._memo = memo
         self._written = written
         self._keys = MemoKeys(tasks)
-        self._leftovers = None if sink is None else Leftovers(sink.directory, catalog)
+        self._delivery = delivery
+        self._leftovers = None if sink is None else Leftovers(sink.directory, delivery)
         self._adopted: set[Path] = set()
         self._expected: dict[bytes, tuple[BlockId, ...]] = {}
         self.hits = 0
@@ -279,10 +210,9 @@ class FinishedChunks:
                 if found is None or not shape.fits(number, found[0].row):
                     continue
                 chunk, pack = found
-                if pack.path not in self._adopted:
-                    self._adopted.add(pack.path)
-                    self._written.update(BlockId(entry.id) for entry in pack.entries)
-                    sink.adopt(pack)
+                if chunk.receipt not in self._adopted:
+                    self._adopted.add(chunk.receipt)
+                    self._written.update(self._delivery.adopt(sink, pack))
                 if all(sink.has_blocks(chunk.row.blocks)):
                     rows[number] = chunk.row
                     self.resumed_bytes += chunk.expert_bytes

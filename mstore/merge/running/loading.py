@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location, in_runs, run_of
-from mstore.blocks.pack_store import Packs
+from mstore.blocks.pack_store import PackReads
 from mstore.blocks.packs import PackGone
 from mstore.blocks.reader import Meter, decode_into, verify
 from mstore.merge.running.task import ChunkTask, Row, StoredBlock
@@ -95,7 +95,7 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
 
 def load(
     tasks: Sequence[ChunkTask],
-    packs: Packs,
+    packs: PackReads,
     scratch: LoadBuffers,
     expert_meter: Meter,
     base_meter: Meter,
@@ -166,7 +166,7 @@ def _plain_bytes(sources: Mapping[BlockId, StoredBlock]) -> int:
     return sum(source.at.raw_length for source in sources.values())
 
 
-def will_need(tasks: Sequence[ChunkTask], packs: Packs) -> None:
+def will_need(tasks: Sequence[ChunkTask], packs: PackReads) -> None:
     """Ask the kernel to read ahead what `load` is going to read; advice only, never an error."""
     sources = [source for task in tasks for source in task.base.sources]
     for k in range(len(tasks[0].row_of)):
@@ -236,7 +236,7 @@ def _placed(sources: Iterable[StoredBlock], room: memoryview) -> Targets:
 class _Reader:
     """Reads blocks, adjacent ones in one call, and checks each against its id."""
 
-    def __init__(self, packs: Packs, scratch: LoadBuffers, moved: Moved | None) -> None:
+    def __init__(self, packs: PackReads, scratch: LoadBuffers, moved: Moved | None) -> None:
         self._packs = packs
         self._scratch = scratch
         self._moved = moved

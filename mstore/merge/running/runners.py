@@ -1,15 +1,15 @@
-"""The runners: compute the slices of a work list, on threads of this process or on an executor.
+"""The runners: compute the slices of a work list, on threads of this process or on workers.
 
 Here, one slice's pack is sealed while the next is computed.  The last pack stays open for the
 records of the output.
 
-On an executor, `execute` computes one slice in any process that sees the store's packs and its tmp
-directory.  It needs no index, no lease and no catalog, and publishes nothing: the merge that made
-the slice takes the receipt, and the pack is garbage until then.  Receipts come in any order.
-Workers share no meter: a slice is charged whole before it is submitted, and refuses to read more
-than that.  A worker that dies is the executor's to replace: one that runs the slice again returns a
-receipt as if nothing had happened.  If the executor gives up instead, the run ends as Interrupted;
-receipts of the slices that were finished lie beside their packs for the next run (`finished`).
+Elsewhere, `execute` computes one slice in any process that can enter its workplace.  It needs no
+index, no lease and no catalog, and publishes nothing: the merge that made the slice takes the
+receipt, and the pack is garbage until then.  Receipts come in any order.  Workers share no meter: a
+slice is charged whole before it is submitted, and refuses to read more than that.  A slice whose
+worker dies runs again, if the engine says that nobody else does that.  If all its attempts fail,
+the run ends as Interrupted; what was finished waits for the next run (`leftovers`).  At the end,
+where workers are idle, a slice that takes much longer than others runs a second time elsewhere.
 
 The work list has the tensors of a plan in file order, as slices of what must be computed.  A chunk
 needs only its ids if its output is the base's own, or exists (`finished`).  The others are cut into
@@ -19,22 +19,26 @@ slices of about equal output.  Slices are made lazily, while others are computed
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+import socket
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from mstore import fs
-from mstore.blocks.pack_files import places_of
 from mstore.blocks.packs import PackWriter, SealedPack
 from mstore.blocks.reader import Meter
 from mstore.merge.running.compute import Computed, Computer, computed
-from mstore.merge.running.finished import TOGETHER, FinishedChunks, Shape, write_receipt
+from mstore.merge.running.delivery import Delivery
+from mstore.merge.running.finished import TOGETHER, FinishedChunks, Shape
+from mstore.merge.running.leftovers import write_receipt
 from mstore.merge.running.output import OutputFiles, is_safetensors, tensor_bytes
 from mstore.merge.running.slices import (
     ALL_FINITE,
@@ -47,22 +51,25 @@ from mstore.merge.running.slices import (
 )
 from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
 from mstore.store.catalog import Catalog
+from mstore.store.leases import PACK
 from mstore.store.objects.plan import Coverage, Plan, TensorCoverage, bitmap
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
-from mstore.terms.errors import BadRequest, Interrupted, MstoreError
+from mstore.terms.errors import Interrupted, MstoreError
 from mstore.terms.ids import ID_BYTES, BlockId
-from mstore.terms.report import Progress, ProgressCallback
+from mstore.terms.report import Progress, ProgressCallback, Report
 
 
 class SliceWriter:
     """Takes the chunks of one slice in order and writes the new blocks into its pack.
 
-    written: the blocks in this pack or in another of the same run; grows.  For one thread only.
+    path: of the pack. written: the blocks in this pack or in another of the same run; grows.  For
+    one thread only.
     """
 
-    def __init__(self, slice: Slice, written: set[BlockId]) -> None:
+    def __init__(self, slice: Slice, path: Path, written: set[BlockId]) -> None:
         self.slice = slice
+        self._path = path
         self._written = written
         self._writer: PackWriter | None = None
         self.results: list[Result] = []
@@ -80,7 +87,7 @@ class SliceWriter:
 
     def _open(self) -> PackWriter:
         if self._writer is None:
-            self._writer = PackWriter(self.slice.target)
+            self._writer = PackWriter(self._path)
         return self._writer
 
     def seal(self) -> SealedPack | None:
@@ -129,7 +136,8 @@ class LocalRunner:
                     work.take(batch.results)
                     if self._sink is not None:
                         if writer is None or writer.slice is not batch.slice:
-                            full, writer = writer, SliceWriter(batch.slice, self._written)
+                            path = self._sink.directory / f"{batch.slice.number}{PACK}"
+                            full, writer = writer, SliceWriter(batch.slice, path, self._written)
                             if full is not None:
                                 sealing.append(sealer.submit(_seal, full))
                             while len(sealing) > _SEALING:
@@ -163,112 +171,250 @@ def _seal(writer: SliceWriter) -> SealedPack | None:
     """Sync a slice's pack and record its purpose, in a thread of its own."""
     pack = writer.seal()
     if pack is not None:
-        write_receipt(pack, writer.results)
+        write_receipt(pack.path, writer.results)
     return pack
 
 
-# -- on an executor ----------------------------------------------------------------------------
+# -- elsewhere ---------------------------------------------------------------------------------
 
 
 def execute(slice: Slice) -> Receipt:
-    """Compute a slice and write its pack, within the bounds of the slice.
+    """Compute a slice in its workplace and deliver its pack, within the bounds of the slice.
 
-    For any concurrent.futures.Executor: needs only the paths that the slice names.  Each attempt
-    writes a pack with a unique name, so a slice may run again after a worker died, or twice at
-    once: one receipt counts, and the packs of other attempts are garbage in the same directory.
-    Raises BudgetExceeded, Corrupt, StorageFailed; then nothing is left behind.
+    For any process that can enter the workplace.  Each attempt writes a pack with a unique name, so
+    a slice may run again after a worker died, or twice at once: one receipt counts, and the packs
+    of other attempts are garbage.  Raises BudgetExceeded, Corrupt, StorageFailed, Unavailable, with
+    the worker's name; then nothing is left behind.
     """
-    # In a process of its own, nobody else has the store open.
-    root = fs.Root(slice.store)
+    began = time.monotonic()
+    worker = worker_name()
     expert_meter, base_meter = Meter("expert", slice.expert_bytes), Meter("base")
-    packs = places_of(slice.store)[slice.place]
-    attempt = slice.target.with_name(f"{slice.target.stem}-{os.urandom(4).hex()}.pack")
-    writer = SliceWriter(replace(slice, target=attempt), set())
-    computer = Computer(packs, expert_meter, base_meter)
     try:
-        with closing(computed(computer, slice.bounds, [slice])) as batches:
-            for one in batches:
-                writer.put(one)
-                computer.recycle(one)
-        pack = writer.seal()
-    except BaseException:
-        writer.abandon()
+        with slice.workplace.entered() as bench:
+            path = bench.directory / f"{slice.number}-{os.urandom(4).hex()}.pack"
+            writer = SliceWriter(slice, path, set())
+            # What it reads is stored already.
+            known = _inputs_of(slice)
+            computer = Computer(
+                *(bench.packs, expert_meter, base_meter),
+                lambda blocks: [block in known for block in blocks],
+            )
+            try:
+                with closing(computed(computer, slice.bounds, [slice])) as batches:
+                    for one in batches:
+                        writer.put(one)
+                        computer.recycle(one)
+                sealed = writer.seal()
+            except BaseException:
+                writer.abandon()
+                raise
+            pack = None if sealed is None else bench.deliver(sealed)
+    except MstoreError as error:
+        error.locate(f"{error.where}, on worker {worker}" if error.where else f"worker {worker}")
         raise
-    finally:
-        packs.close()
-        root.close()
-    return Receipt(pack, tuple(writer.results), expert_meter.total, base_meter.total)
+    return Receipt(
+        pack=pack,
+        results=tuple(writer.results),
+        expert_bytes=expert_meter.total,
+        base_bytes=base_meter.total,
+        worker=worker,
+        seconds=time.monotonic() - began,
+    )
 
 
-_HANDED_OUT: Final = 64
-"""Number of slices that an executor has at a time."""
+def worker_name() -> str:
+    """Return what people call this process: its machine and its number."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _inputs_of(slice: Slice) -> set[bytes]:
+    return {
+        source.id
+        for run in slice.runs
+        for task in run.chunks
+        for row in (task.base, *task.rows)
+        for source in row.sources
+    }
+
+
+class Workers(Protocol):
+    """Who computes slices elsewhere: an engine that hands them out (`mstore.clusters`)."""
+
+    def submit(self, slice: Slice) -> Future[Receipt]:
+        """Have a slice computed. Raises BadRequest for what is no usable engine."""
+
+    def slots(self) -> int:
+        """Return how many slices they compute at a time, as far as that is known now."""
+
+    def is_lost(self, error: Exception) -> bool:
+        """Return whether a slice failed because its worker died, and nobody runs it again."""
+
+
+class WorkerReport(Report, frozen=True):
+    """What one worker did of a merge."""
+
+    worker: str
+    """its machine and process"""
+    slices: int
+    """slices that it computed"""
+    bytes_read: int
+    """bytes that it read, of experts and base"""
+    seconds: float
+    """how long it computed, all slices together"""
+
+
+_AHEAD: Final = (2, 2)
+"""Slices that are handed out at a time: so many for each that workers compute, and so many more."""
+_MOST_ATTEMPTS: Final = 4
+"""How often a slice is handed out whose workers die."""
+_LATE: Final = 3.0
+"""A slice that takes so many times as long as others is handed out once more, at the end."""
+_LEAST_LATE: Final = 20.0
+"""And at least so many seconds."""
+
+
+class _Attempt(NamedTuple):
+    slice: Slice
+    began: float
 
 
 class RemoteRunner:
-    """Runs a work list on an executor.  sink: None to compute without storing."""
+    """Runs a work list on workers.  sink: None to compute without storing.
+
+    threads: all in the one that calls `run`.
+    """
 
     def __init__(
-        self, executor: Executor, sink: Transaction | None, expert_meter: Meter, base_meter: Meter
+        self,
+        workers: Workers,
+        delivery: Delivery,
+        sink: Transaction | None,
+        expert_meter: Meter,
+        base_meter: Meter,
     ) -> None:
-        self._executor = executor
+        self._workers = workers
+        self._delivery = delivery
         self._sink = sink
         self._expert_meter = expert_meter
         self._base_meter = base_meter
+        self._waiting: dict[Future[Receipt], _Attempt] = {}
+        self._attempts: Counter[int] = Counter()
+        self._seconds: list[float] = []
+        self._reports: dict[str, WorkerReport] = {}
+
+    @property
+    def reports(self) -> tuple[WorkerReport, ...]:
+        """What each worker did, by name."""
+        return tuple(self._reports[name] for name in sorted(self._reports))
 
     def run(self, work: WorkList) -> None:
         """Compute everything.
 
-        Raises BadRequest (not a usable executor), BudgetExceeded, Corrupt, Interrupted,
-        StorageFailed.
+        Raises BadRequest (no usable engine), BudgetExceeded, Corrupt, Interrupted, StorageFailed,
+        Unavailable.
         """
-        waiting: set[Future[Receipt]] = set()
         try:
             for slice in work.slices():
                 # Before submission: no worker knows what the others read.
                 self._expert_meter.charge(slice.expert_bytes)
-                waiting.add(self._submitted(slice))
-                if len(waiting) >= _HANDED_OUT:
-                    self._receive_some(work, waiting)
-            while waiting:
-                self._receive_some(work, waiting)
+                self._submit(slice)
+                while len(self._waiting) >= _AHEAD[0] * self._workers.slots() + _AHEAD[1]:
+                    self._receive_some(work)
+            while self._waiting:
+                self._receive_some(work, is_end=True)
         except BaseException:
-            _end(waiting)
+            self._end()
             raise
 
-    def _submitted(self, slice: Slice) -> Future[Receipt]:
+    def _submit(self, slice: Slice) -> None:
+        self._attempts[slice.number] += 1
         try:
-            future = self._executor.submit(execute, slice)
+            future = self._workers.submit(slice)
         except MstoreError:
             raise
         except Exception as error:
             raise _lost(error) from error
-        if not isinstance(future, Future):
-            raise BadRequest(
-                f"executor.submit returned a {type(future).__name__}, not a "
-                "concurrent.futures.Future",
-                hint="for Dask, pass client.get_executor()",
-            )
-        return future
+        self._waiting[future] = _Attempt(slice, time.monotonic())
 
-    def _receive_some(self, work: WorkList, waiting: set[Future[Receipt]]) -> None:
-        for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-            waiting.remove(future)
+    def _receive_some(self, work: WorkList, *, is_end: bool = False) -> None:
+        done = wait(self._waiting, timeout=_LOOK, return_when=FIRST_COMPLETED).done
+        for future in done:
+            attempt = self._waiting.pop(future, None)
+            if attempt is None:
+                # Another attempt at its slice came first.
+                continue
             try:
                 receipt = future.result()
             except Exception as error:
-                raised = _raised(error)
-                if raised is error and isinstance(error, MstoreError):
-                    raise
-                raise (raised if isinstance(raised, MstoreError) else _lost(raised)) from error
-            self._receive(work, receipt)
+                self._failed(attempt.slice, error)
+            else:
+                self._seconds.append(time.monotonic() - attempt.began)
+                self._drop_others(attempt.slice)
+                self._receive(work, receipt)
+        if is_end and not done:
+            self._hurry()
+
+    def _failed(self, slice: Slice, error: Exception) -> None:
+        """Hand a slice out again whose worker died; raise what else went wrong."""
+        raised = _raised(error)
+        if self._workers.is_lost(raised) and self._attempts[slice.number] < _MOST_ATTEMPTS:
+            self._submit(slice)
+            return
+        if any(other.slice is slice for other in self._waiting.values()):
+            return
+        if raised is error and isinstance(error, MstoreError):
+            raise error
+        raise (raised if isinstance(raised, MstoreError) else _lost(raised)) from error
+
+    def _drop_others(self, slice: Slice) -> None:
+        for future, other in list(self._waiting.items()):
+            if other.slice is slice:
+                future.cancel()
+                del self._waiting[future]
+
+    def _hurry(self) -> None:
+        """Where workers are idle at the end, hand out a slice again that takes too long."""
+        if len(self._waiting) >= self._workers.slots() or not self._seconds:
+            return
+        late = max(_LEAST_LATE, _LATE * statistics.median(self._seconds))
+        now = time.monotonic()
+        for slice, began in list(self._waiting.values()):
+            if now - began > late and self._attempts[slice.number] == 1:
+                self._submit(slice)
+                return
 
     def _receive(self, work: WorkList, receipt: Receipt) -> None:
         work.take(receipt.results)
         self._base_meter.charge(receipt.base_bytes)
         if receipt.pack is not None:
             assert self._sink is not None
-            write_receipt(receipt.pack, receipt.results)
-            self._sink.adopt(receipt.pack)
+            self._delivery.keep(self._sink.directory, receipt.pack, receipt.results)
+            self._delivery.adopt(self._sink, receipt.pack)
+        before = self._reports.get(receipt.worker, WorkerReport(receipt.worker, 0, 0, 0.0))
+        self._reports[receipt.worker] = WorkerReport(
+            worker=receipt.worker,
+            slices=before.slices + 1,
+            bytes_read=before.bytes_read + receipt.expert_bytes + receipt.base_bytes,
+            seconds=before.seconds + receipt.seconds,
+        )
+
+    def _end(self) -> None:
+        """Wait until no slice is running, and keep the packs of those that were finished.
+
+        Futures that can be cancelled while they run (Dask's) are not waited for: such a slice
+        delivers a pack without a receipt, which is garbage.
+        """
+        for future in self._waiting:
+            future.cancel()
+        for future in self._waiting:
+            with suppress(Exception):
+                receipt = future.result()
+                if receipt.pack is not None and self._sink is not None:
+                    self._delivery.keep(self._sink.directory, receipt.pack, receipt.results)
+
+
+_LOOK: Final = 1.0
+"""Seconds between two looks at whether a slice takes too long."""
 
 
 def _raised(error: Exception) -> Exception:
@@ -278,29 +424,14 @@ def _raised(error: Exception) -> Exception:
 
 
 def _lost(error: Exception) -> Interrupted:
-    """Return what to raise for an error that is not mstore's own: the executor's, or a bug's."""
+    """Return what to raise for an error that is not mstore's own: the engine's, or a bug's."""
     kind = type(error).__name__
     said = str(error).strip().partition("\n")[0]
     return Interrupted(
-        "the executor did not return a slice: " + (f"{kind}: {said}" if said else kind),
-        hint="check the workers (their memory, their logs), then run the same merge again on a "
-        "working executor: it reuses the finished slices",
+        "the workers did not return a slice: " + (f"{kind}: {said}" if said else kind),
+        hint="check the workers (their memory, their logs), then run the same merge again: it "
+        "reuses the finished slices",
     )
-
-
-def _end(waiting: Collection[Future[Receipt]]) -> None:
-    """Wait until no slice is running, and keep the receipts of those that were finished.
-
-    An executor whose futures can be cancelled while they run (Dask's) is not waited for: such a
-    slice writes a pack without a receipt, which is garbage.
-    """
-    for future in waiting:
-        future.cancel()
-    for future in waiting:
-        with suppress(Exception):
-            receipt = future.result()
-            if receipt.pack is not None:
-                write_receipt(receipt.pack, receipt.results)
 
 
 class Job(msgspec.Struct):
@@ -343,7 +474,7 @@ class Job(msgspec.Struct):
 class Cutter:
     """Collects runs and cuts them.  Belongs to one thread.
 
-    first: the first slice, without its runs; the others are like it, each with a pack of its own.
+    first: the first slice, without its runs; the others are like it, each with a number of its own.
     slice_bytes: plain bytes of output per slice.  A tensor whose tie quota ends within it is not
     cut.
     """
@@ -382,8 +513,7 @@ class Cutter:
             yield self._cut()
 
     def _cut(self) -> Slice:
-        target = self._first.target.with_name(f"{self._count}.pack")
-        made = replace(self._first, target=target, runs=tuple(self._runs))
+        made = replace(self._first, number=self._count, runs=tuple(self._runs))
         self._count += 1
         self._runs, self._length = [], 0
         return made

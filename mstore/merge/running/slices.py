@@ -1,9 +1,10 @@
 """Slices: the self-contained pieces of work that a merge is cut into, and how ties pass on.
 
-A slice is a run of chunks whose output makes one pack.  It needs no index: any process that sees
-the store's packs and its tmp directory can compute it (`runners.execute`).  A batch is the chunks
-of a slice that are loaded and computed together: small chunks share one, of one tensor or of
-several, so that neighbours are read in one call.  Values only; slices and results can be pickled.
+A slice is a run of chunks whose output makes one pack.  It needs no index: any process that can
+enter its workplace can compute it (`runners.execute`).  A batch is the chunks of a slice that are
+loaded and computed together: small chunks share one, of one tensor or of several, so that
+neighbours are read in one call.  Values only; slices and receipts are pickled, compressed: a pack's
+name and a delta's base come often, and 20 experts make most of a slice places of blocks.
 
 A tensor whose chunks pass on ties is never cut: its chunks are in one slice.  Slices are
 idempotent; what they write is garbage until it is published.
@@ -30,20 +31,21 @@ from __future__ import annotations
 
 import builtins
 import math
+import pickle
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Condition
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+import zstandard
 
 from mstore.blocks.codecs import Policy
-from mstore.blocks.packs import SealedPack
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED
 from mstore.merge.running.task import ChunkTask, TensorTask, item_size
+from mstore.merge.running.workplace import Delivered, Workplace
 from mstore.terms.ids import BlockId
 
 SLICE_BYTES: Final = 128 << 20
@@ -79,21 +81,44 @@ class Bounds(msgspec.Struct, frozen=True):
     together: int
 
 
-class Slice(msgspec.Struct, frozen=True, eq=False):
+class _Compressed:
+    """A struct that is pickled compressed."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = tuple([getattr(self, name) for name in self.__struct_fields__])  # type: ignore[attr-defined]
+        return _unpacked, (type(self), zstandard.compress(pickle.dumps(fields, protocol=5)))
+
+
+def _unpacked(kind: type[Any], data: bytes) -> Any:
+    return kind(*pickle.loads(zstandard.decompress(data)))
+
+
+class Slice(_Compressed, msgspec.Struct, frozen=True, eq=False):
     """One piece of work.
 
-    place: where the packs lie that its chunks name by id; store: the store's directory, for packs
-    that lie there. target: the pack to write; `execute` makes the name unique. policy: how its
-    output is coded, None if it is not kept. bounds: for the process that computes it.
+    number: among those of its run. workplace: where it is computed. policy: how its output is
+    coded, None if it is not kept. bounds: for the process that computes it.
     """
 
-    place: int
-    store: Path
-    target: Path
+    number: int
+    workplace: Workplace
     block_size: int
     policy: Policy | None
     bounds: Bounds
     runs: tuple[TensorChunks, ...]
+
+    @property
+    def label(self) -> str:
+        """Its first tensor, its last one, and the chunks of each: for the eyes of people."""
+        first, last = self.runs[0], self.runs[-1]
+        begin = f"{first.tensor.name}[{first.chunks[0].number}]"
+        end = f"{last.tensor.name}[{last.chunks[-1].number}]"
+        return f"{self.number}: {begin} to {end}"
+
+    @property
+    def out_bytes(self) -> int:
+        """Plain bytes of its output."""
+        return sum(task.out_bytes for run in self.runs for task in run.chunks)
 
     @property
     def expert_bytes(self) -> int:
@@ -132,13 +157,19 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     not_finite: NotFinite
 
 
-class Receipt(msgspec.Struct, frozen=True):
-    """The result of a slice. pack: None if every block was already stored."""
+class Receipt(_Compressed, msgspec.Struct, frozen=True):
+    """The result of a slice.
 
-    pack: SealedPack | None
+    pack: None if every block was already stored. worker: who computed it, as people call it.
+    seconds: how long that took.
+    """
+
+    pack: Delivered | None
     results: tuple[Result, ...]
     expert_bytes: int
     base_bytes: int
+    worker: str
+    seconds: float
 
 
 BATCH_BYTES: Final = 1 << 20

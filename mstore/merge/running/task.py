@@ -28,6 +28,7 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
 from mstore.merge.methods.selection import Cut, Selection
 from mstore.merge.planning.tensors import names_of_plan
+from mstore.merge.running.workplace import BlockPlaces
 from mstore.models.adapters.inputs import Inputs
 from mstore.models.adapters.low_rank import FactorCache, Factors
 from mstore.models.stats.chunks import blocks_per_chunk, row_length
@@ -205,12 +206,19 @@ class Tasks:
     """Makes the tasks of one plan that fits this store (`merge.planning.validate`).
 
     expert_meter: counts the bytes of adapters, which are read when the first task of a tensor needs
-    them, and travel with the tasks.
+    them, and travel with the tasks. places: where blocks lie for who computes; None: in this store.
     """
 
-    def __init__(self, catalog: Catalog, plan: Plan, expert_meter: Meter | None = None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        plan: Plan,
+        expert_meter: Meter | None = None,
+        places: BlockPlaces | None = None,
+    ) -> None:
         self.plan = plan
         self._catalog = catalog
+        self._where = places or catalog
         self._planned = {tensor.name: tensor for tensor in plan.tensors}
         self._order = {tensor.name: number for number, tensor in enumerate(plan.tensors)}
         self._operations = Operations(plan)
@@ -425,7 +433,7 @@ class Tasks:
     def _places(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:
         try:
             # `pin`, `unpin` and `gc` may change what is a delta of what at any time.
-            return self._catalog.locate_with_bases(blocks)
+            return self._where.locate_with_bases(blocks)
         except Corrupt as error:
             if self._has_inputs():
                 raise

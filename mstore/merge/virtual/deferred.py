@@ -13,8 +13,10 @@ import time
 from mstore.blocks.schema import NamedSnapshot, PlanInputs
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import Merged, Published, is_merge_of, parents_of, run_merge
+from mstore.merge.running.delivery import Delivery
 from mstore.merge.running.model_card import ModelCard
 from mstore.merge.running.output import OutputFiles
+from mstore.merge.running.runners import WorkerReport, Workers
 from mstore.merge.running.task import Tasks
 from mstore.models.made import Publication, Slot, blocks_of, made_of
 from mstore.store import refs
@@ -46,6 +48,8 @@ class MaterializeReport(Report, frozen=True):
     """id of the content: same bytes, same id"""
     new_snapshot: bool
     """false if the branch already held stored bytes: nothing was done"""
+    pushed_to: str | None
+    """the remote whose branch now is the result, which is not here; None: the result is here"""
     expert_bytes_read: int
     """bytes read from experts, counted at pread"""
     base_bytes_read: int
@@ -58,6 +62,8 @@ class MaterializeReport(Report, frozen=True):
     """output blocks that the store already had"""
     not_finite: tuple[NotFiniteTensor, ...]
     """tensors with elements that are infinite or NaN, and are finite in the base, worst first"""
+    workers: tuple[WorkerReport, ...]
+    """what each worker of a cluster did"""
     seconds: float
     """how long it took"""
 
@@ -157,11 +163,14 @@ def materialize(
     message: str,
     allow_nonfinite: bool,
     threads: int,
+    memory: int | None = None,
+    workers: Workers | None = None,
+    delivery: Delivery | None = None,
     progress: ProgressCallback | None = None,
 ) -> MaterializeReport:
     """Run the plan of the virtual merge at a branch, and move the branch to the real one.
 
-    The virtual snapshot becomes the previous parent, and its message is reused unless another is
+    memory, workers, delivery: as for `run_merge`.  The virtual snapshot becomes the previous parent, and its message is reused unless another is
     given. Raises BadRequest (no branch), Conflict (a tag, or moved meanwhile), and what a merge
     raises; then the branch stays where it is.
     """
@@ -171,7 +180,8 @@ def materialize(
     record = catalog.snapshot(current.snapshot_id())
     plan_id = record.plan_id()
     if not record.is_virtual or plan_id is None:
-        return _materialized(name, current.snapshot_id(), record, None, began)
+        here = current.snapshot_id(), record.manifest_id()
+        return _materialized(name, *here, plan_id, None, began)
     plan = catalog.record(Plan, plan_id)
     merged = run_merge(
         catalog,
@@ -183,28 +193,38 @@ def materialize(
         threads=threads,
         progress=progress,
         memo=memo,
+        memory=memory,
+        workers=workers,
+        delivery=delivery,
         materialized=current,
     )
-    return _materialized(name, merged.snapshot, catalog.snapshot(merged.snapshot), merged, began)
+    return _materialized(name, merged.snapshot, merged.manifest, plan_id, merged, began)
 
 
 def _materialized(
-    name: str, snapshot: SnapshotId, record: SnapshotRecord, merged: Merged | None, began: float
+    name: str,
+    snapshot: SnapshotId,
+    manifest: ManifestId,
+    plan: PlanId | None,
+    merged: Merged | None,
+    began: float,
 ) -> MaterializeReport:
     """Report a branch that holds stored bytes; merged: None if it did so before."""
     outcome = None if merged is None else merged.outcome
     return MaterializeReport(
         name=name,
-        plan=record.plan_id(),
+        plan=plan,
         snapshot=snapshot,
-        manifest=record.manifest_id(),
+        manifest=manifest,
         new_snapshot=merged is not None,
+        pushed_to=None,
         expert_bytes_read=0 if outcome is None else outcome.expert_bytes_read,
         base_bytes_read=0 if outcome is None else outcome.base_bytes_read,
         bytes_written=0 if merged is None else merged.bytes_written,
         blocks_total=0 if outcome is None else outcome.blocks_total,
         blocks_reused=0 if outcome is None else outcome.blocks_reused,
         not_finite=() if merged is None else merged.not_finite,
+        workers=() if outcome is None else outcome.workers,
         seconds=time.monotonic() - began,
     )
 

@@ -1,0 +1,400 @@
+"""Workplaces at a remote: workers read its packs, and put those that they make there.
+
+    inputs      where the remote's tables say that blocks lie, in the form that they have there
+    a pack      sealed in scratch, put as packs/ab/<PackId>.pack, described in the receipt
+    afterwards  the packs come here and the merge is committed here (`FetchedDelivery`), or they
+                stay and the remote's ref moves, in one swap of its root (`PushedDelivery`)
+
+Until then no root names these packs: whatever happens, the remote's gc removes what is left. Keys
+come from the worker's own environment; none is ever pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mstore import fs
+from mstore.blocks.codecs import Elements, encode
+from mstore.blocks.location import Location
+from mstore.blocks.pack_files import PackFiles
+from mstore.blocks.pack_store import PackReads
+from mstore.blocks.pack_tables import entries_of, read_tables
+from mstore.blocks.packs import NO_BASE, Kind, PackEntry, SealedPack, SentPack, read_footer
+from mstore.blocks.reader import BlockReader, located
+from mstore.clusters.probe import scratch_bytes
+from mstore.merge.running.delivery import Delivery
+from mstore.merge.running.leftovers import pack_away, sound_pack, write_away, write_receipt
+from mstore.merge.running.slices import Result
+from mstore.merge.running.workplace import Bench, BlockPlaces, Delivered, Workplace
+from mstore.models.made import Publication
+from mstore.remotes import address
+from mstore.remotes.layout import pack_name
+from mstore.remotes.lazy import RemoteParts
+from mstore.remotes.needs import LocalRecords, R
+from mstore.remotes.objects import PIECE_BYTES, PROBE, Absent, Objects
+from mstore.remotes.places import RemotePlaces
+from mstore.remotes.push import Push, Staged
+from mstore.remotes.state import Remote
+from mstore.store.catalog import Catalog
+from mstore.store.config import RemoteConfig
+from mstore.store.disk_cache import DiskCache
+from mstore.store.leases import PACK
+from mstore.store.objects.canonical import Record
+from mstore.store.objects.tensor import Tensor, VirtualTensor
+from mstore.store.transaction import Transaction
+from mstore.terms.errors import Corrupt, MstoreError, NotFound
+from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId, TensorId
+from mstore.terms.phrases import Text, call
+from mstore.terms.report import ProgressCallback
+
+_FILE: Final = "file:"
+_JOBS: Final = 4
+"""Parts of a pack that a worker sends, and the coordinator brings, at once."""
+TOKEN: Final = "MSTORE_TOKEN"  # noqa: S105 -- the name of a variable
+
+
+# -- the worker's side -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AtRemote(Workplace):
+    """A remote, by its settings."""
+
+    config: RemoteConfig
+
+    @contextmanager
+    def entered(self) -> Iterator[Bench]:
+        with closing(self._objects()) as objects, fs.scratch() as scratch:
+            if self.config.url.startswith(_FILE):
+                path = Path(unquote(urlsplit(self.config.url).path))
+                with closing(PackFiles(path / "packs")) as files:
+                    yield _RemoteBench(objects, files, scratch)
+                return
+            with closing(_PacksThere(Remote(self.config.name, objects, scratch))) as packs:
+                yield _RemoteBench(objects, packs, scratch)
+
+    def _objects(self) -> Objects:
+        # The coordinator has asked whether this user trusts the server.
+        trusted = {self.config.endpoint, address.web_server(self.config.url)}
+        return address.opened(self.config, trusted, os.environ.get(TOKEN, ""))
+
+    def check(self) -> None:
+        with closing(self._objects()) as objects:
+            objects.read_root()
+            name = f"{PROBE}{secrets.token_hex(16)}"
+            objects.put_bytes(name, b"")
+            objects.remove(name)
+
+    def hint(self) -> Text:
+        return "workers take keys from their own environment: set there what this process has"
+
+    def free_bytes(self) -> int:
+        return scratch_bytes()
+
+
+class _PacksThere(PackReads):
+    """The packs of a remote that is no directory."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._name = remote.name
+        # A slice reads nothing twice, so nothing is kept.
+        cache = DiskCache(remote.directory, lambda: 0)
+        self._parts = RemoteParts(lambda name: nullcontext(remote), cache)
+
+    def read(self, pack: PackId, offset: int, length: int) -> Buffer:
+        return self._parts.read(self._name, pack, offset, length)
+
+    def read_scattered(
+        self, pack: PackId, offset: int, targets: Sequence[memoryview], version: int | None = None
+    ) -> None:
+        data = memoryview(self.read(pack, offset, sum(map(len, targets)))).cast("B")
+        start = 0
+        for target in targets:
+            target[:] = data[start : start + len(target)]
+            start += len(target)
+
+    def will_need(self, pack: PackId, offset: int, length: int) -> None:
+        self._parts.will_need(self._name, pack, offset, length)
+
+    def close(self) -> None:
+        self._parts.close()
+
+
+class _RemoteBench(Bench):
+    def __init__(self, objects: Objects, packs: PackReads, directory: Path) -> None:
+        self._objects = objects
+        self.packs = packs
+        self.directory = directory
+
+    def deliver(self, pack: SealedPack) -> Delivered:
+        put_pack(self._objects, pack, _JOBS)
+        sent = SentPack.of(pack)
+        fs.unlink(pack.path)
+        return sent
+
+
+def put_pack(objects: Objects, pack: SealedPack, jobs: int) -> None:
+    """Put a sealed pack at a remote. Raises StorageFailed, Unavailable."""
+
+    def pieces() -> Iterator[bytes]:
+        with fs.reading(pack.path), pack.path.open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                yield piece
+
+    objects.put(pack_name(pack.id), pack.size, pieces(), jobs=jobs)
+
+
+# -- the coordinator's side --------------------------------------------------------------------
+
+
+class _PlacesThere(BlockPlaces):
+    """Where a remote has the blocks that a plan reads."""
+
+    def __init__(self, remote: Remote, places: RemotePlaces) -> None:
+        self._remote = remote
+        self._places = places
+
+    def locate_with_bases(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:
+        found = self._found(blocks)
+        bases = [BlockId(base) for base in {at.base for at in found.values()} - {NO_BASE}]
+        alone = zip(bases, self._places.alone(bases), strict=True)
+        return found | {base: at for base, at in alone if at is not None}
+
+    def stored_lengths(self, blocks: Sequence[bytes]) -> npt.NDArray[np.int64]:
+        wanted = [BlockId(block) for block in dict.fromkeys(blocks)]
+        found = self._found(wanted)
+        return np.array([found[BlockId(one)].stored_length for one in blocks], dtype=np.int64)
+
+    def _found(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:
+        found = dict(zip(blocks, self._places.locate(Kind.BLOCK, blocks), strict=True))
+        lacking = [block for block, at in found.items() if at is None]
+        if lacking:
+            raise NotFound(
+                f"{len(lacking)} blocks of the inputs are not there, and workers read there",
+                where=self._remote.name,
+                hint=call("push", self._remote.name, refs=("BASE", "EXPERT...")),
+            )
+        return {block: at for block, at in found.items() if at is not None}
+
+
+class RemoteDelivery(Delivery):
+    """Workers read and put packs at a remote. What becomes of these packs, the two below say.
+
+    Raises Absent, Unavailable, Incompatible if the remote cannot be written.
+    """
+
+    def __init__(self, catalog: Catalog, remote: Remote, config: RemoteConfig) -> None:
+        self._catalog = catalog
+        self._remote = remote
+        self._config = config
+        remote.objects.require_writable()
+        remote.make_directory()
+        self._state = remote.state()
+        self._uuid = str(self._state.root.uuid)
+        places = RemotePlaces(remote, self._state)
+        self._there = places
+        self.places = _PlacesThere(remote, places)
+        self._written = 0
+
+    def workplace(self, directory: Path) -> Workplace:
+        return AtRemote(self._config)
+
+    def keep(self, directory: Path, pack: Delivered, results: Sequence[Result]) -> None:
+        if isinstance(pack, SentPack):
+            path = directory / f"{pack.id.hex()[:16]}{PACK}"
+            write_away(path, self._uuid, pack)
+            write_receipt(path, results)
+
+    def found(self, receipt: Path) -> Delivered | None:
+        path = receipt.with_suffix(PACK)
+        if fs.is_there(path):
+            return sound_pack(path, self._catalog)
+        pack = pack_away(receipt, self._uuid)
+        if pack is None:
+            return None
+        row = self._state.packs().get(pack.id)
+        with suppress(Absent):
+            is_kept = row is None or row.is_there
+            if is_kept and self._remote.objects.size(pack_name(pack.id)) == pack.size:
+                return pack
+        return None
+
+
+class FetchedDelivery(RemoteDelivery):
+    """The packs come here, are proved, and the merge is committed here."""
+
+    def __init__(self, catalog: Catalog, remote: Remote, config: RemoteConfig) -> None:
+        super().__init__(catalog, remote, config)
+        self._fetched: list[PackId] = []
+
+    def adopt(self, sink: Transaction, pack: Delivered) -> Sequence[BlockId]:
+        if isinstance(pack, SealedPack):
+            sink.adopt(pack)
+            return [BlockId(entry.id) for entry in pack.entries]
+        path = sink.directory / f"{pack.id.hex()[:16]}{PACK}"
+        self._bring(pack, path)
+        self._fetched.append(pack.id)
+        entries = read_footer(path).entries
+        sealed = SealedPack(pack.id, path, pack.size, entries)
+        self._prove(sink, sealed)
+        return [BlockId(entry.id) for entry in entries]
+
+    def _bring(self, pack: SentPack, path: Path) -> None:
+        file = fs.NewFile(path)
+        try:
+            for start in range(0, pack.size, _JOBS * PIECE_BYTES):
+                end = min(start + _JOBS * PIECE_BYTES, pack.size)
+                spans = [(at, min(PIECE_BYTES, end - at)) for at in range(start, end, PIECE_BYTES)]
+                for data in self._remote.objects.read_each(pack_name(pack.id), spans):
+                    file.begin_writing_back(file.append(data), len(data))
+            file.protect()
+            file.sync()
+            file.close()
+        except BaseException:
+            file.abandon()
+            raise
+        if read_footer(path).id != pack.id:
+            raise Corrupt("the pack does not match its name", where=self._where(pack.id))
+
+    def _prove(self, sink: Transaction, pack: SealedPack) -> None:
+        """Read every block of a pack and hand it to the transaction; raises Corrupt.
+
+        A difference to a block that is not here, or is a difference itself here, is stored anew.
+        """
+        kept: list[PackEntry] = []
+        anew: list[tuple[BlockId, PackEntry, Buffer]] = []
+        with closing(PackFiles(sink.directory, staged={pack.id: pack.path})) as files:
+            reader = BlockReader(files, self._catalog.block_size)
+            for entry in pack.entries:
+                id, at = BlockId(entry.id), located(pack.id, entry)
+                base = None if entry.base == NO_BASE else self._base(BlockId(entry.base))
+                try:
+                    data = reader.block(id, at, base)
+                except Corrupt as error:
+                    raise Corrupt(
+                        f"a worker's pack is damaged: {error.what}",
+                        where=self._where(pack.id),
+                        hint="run the same merge again",
+                    ) from error
+                is_here = entry.base == NO_BASE or self._is_base_here(BlockId(entry.base))
+                if is_here:
+                    kept.append(entry)
+                else:
+                    anew.append((id, entry, data))
+        if kept:
+            sink.adopt(msgspec.structs.replace(pack, entries=tuple(kept)))
+        for id, entry, data in anew:
+            how = Elements(entry.width, False)
+            sink.put_block(id, encode(data, how, self._catalog.config.codec), "", 0)
+
+    def _is_base_here(self, base: BlockId) -> bool:
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            place = index.block(transaction, base)
+        return place is not None and place.base == NO_BASE
+
+    def _base(self, base: BlockId) -> Buffer:
+        if self._catalog.has_blocks([base])[0]:
+            return self._catalog.read_block(base)
+        at = self.places.locate_with_bases([base])[base]
+        [payload] = self._remote.objects.read_each(
+            pack_name(at.pack), [(at.offset, at.stored_length)]
+        )
+        from mstore.blocks.reader import decoded
+
+        return decoded(base, at, payload)
+
+    def _where(self, pack: PackId) -> str:
+        return f"{self._remote.where}/{pack_name(pack)}"
+
+    def publish(self, publication: Publication) -> int:
+        publication.commit()
+        # Nobody else knows these names.
+        for pack in self._fetched:
+            with suppress(MstoreError):
+                self._remote.objects.remove(pack_name(pack))
+        return publication.transaction.bytes_written
+
+
+class PushedDelivery(RemoteDelivery):
+    """The packs stay at the remote, and its ref moves: nothing is published here.
+
+    report: what the push did, once that was published.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        remote: Remote,
+        config: RemoteConfig,
+        *,
+        jobs: int = _JOBS,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        super().__init__(catalog, remote, config)
+        self._jobs = jobs
+        self._progress = progress
+        self._sent: list[SentPack] = []
+
+    def adopt(self, sink: Transaction, pack: Delivered) -> Sequence[BlockId]:
+        if isinstance(pack, SealedPack):
+            sink.adopt(pack)
+            return [BlockId(entry.id) for entry in pack.entries]
+        [table] = read_tables([(pack.id, pack.table)], "")[:1]
+        blocks = [BlockId(one.id) for one in entries_of(table)]
+        sink.count_in(blocks)
+        self._sent.append(pack)
+        return blocks
+
+    def publish(self, publication: Publication) -> int:
+        publication.put_snapshots()
+        transaction = publication.transaction
+        own = transaction.sealed()
+        for one in own:
+            put_pack(self._remote.objects, one, self._jobs)
+        packs = [*self._sent, *map(SentPack.of, own)]
+        source = _StagedRecords(self._catalog, transaction)
+        self.report = Push(
+            self._catalog,
+            self._remote,
+            (),
+            staged=Staged(publication.refs, source, packs),
+            jobs=self._jobs,
+            progress=self._progress,
+        ).run(dry_run=False)
+        return sum(one.size for one in packs) + self.report.bytes_sent
+
+
+class _StagedRecords(LocalRecords):
+    """The records of this store, and those of a transaction that is not committed here."""
+
+    def __init__(self, catalog: Catalog, transaction: Transaction) -> None:
+        super().__init__(catalog)
+        self._new: dict[Any, Record] = dict(transaction.records)
+
+    def load(self, kind: type[R], ids: Sequence[bytes]) -> list[R]:
+        found: list[Any] = []
+        for id in ids:
+            own = self._new.get((kind.kind, id))
+            found.append(super().load(kind, [id])[0] if own is None else own)
+        return found
+
+    def contents(self, ids: Sequence[TensorId]) -> list[Tensor | VirtualTensor]:
+        own: list[Any] = [self._new.get((Kind.TENSOR, bytes(id))) for id in ids]
+        rest = [id for id, one in zip(ids, own, strict=True) if one is None]
+        stored = iter(super().contents(rest))
+        return [next(stored) if one is None else one for one in own]
+
+    def is_known(self, snapshot: SnapshotId) -> bool:
+        return (Kind.SNAPSHOT, bytes(snapshot)) in self._new or super().is_known(snapshot)

@@ -1,0 +1,75 @@
+"""Dask: a scheduler by its address or by its file, and the workers that it knows.
+
+Dask runs a call again whose worker died, up to `distributed.scheduler.allowed-failures` (3) times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+from uuid import uuid4
+
+from mstore.clusters.engine import Engine
+from mstore.terms.errors import Unavailable
+
+T = TypeVar("T")
+_PATIENCE: Final = "30s"
+FILE: Final = "dask:"
+
+
+class Dask(Engine):
+    """The workers of a Dask scheduler."""
+
+    def __init__(self, address: str) -> None:
+        """Connect. address: of the scheduler, or dask:FILE. Raises Unavailable."""
+        try:
+            import distributed
+        except ImportError as error:
+            raise Unavailable(
+                "Dask is not installed", where=address, hint="pip install 'mstore[dask]'"
+            ) from error
+        self.where = address
+        given: dict[str, Any] = {"address": address}
+        if address.startswith(FILE):
+            given = {"scheduler_file": address.removeprefix(FILE)}
+        try:
+            # Whatever this process asks Dask for later is not this client's.
+            self._client: Any = distributed.Client(  # type: ignore[no-untyped-call]
+                **given, timeout=_PATIENCE, set_as_default=False, name="mstore"
+            )
+        except (OSError, ValueError) as error:
+            raise Unavailable(
+                f"there is no Dask scheduler: {error}",
+                where=address,
+                hint="check the address, or start one: dask scheduler",
+            ) from error
+        self._executor: Any = self._client.get_executor(pure=False)
+
+    def call(self, label: str, run: Callable[..., T], *given: Any) -> Future[T]:
+        # Dask groups tasks by what comes before the last dash.
+        key = f"mstore {label}-{uuid4().hex[:8]}"
+        future: Future[T] = self._executor.submit(run, *given, key=key)
+        return future
+
+    def slots(self) -> int:
+        threads: dict[str, int] = self._client.nthreads()
+        return max(1, sum(threads.values()))
+
+    def each(self, run: Callable[..., T], *given: Any) -> dict[str, T]:
+        if not self._client.nthreads():
+            raise Unavailable(
+                "the scheduler has no worker",
+                where=self.where,
+                hint=f"start one on each machine: dask worker {self.where}",
+            )
+        found: dict[str, T] = self._client.run(run, *given)
+        return found
+
+    def close(self) -> None:
+        # A slice that nobody waits for ends where it is; its pack is garbage.
+        with suppress(Exception):
+            self._executor.shutdown(wait=False, cancel_futures=True)
+        with suppress(Exception):
+            self._client.close()
