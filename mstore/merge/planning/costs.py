@@ -231,7 +231,8 @@ class Lengths(Protocol):
 def costs_of(catalog: Catalog, plan: Plan, lengths: Lengths | None = None) -> Costs:
     """Return a plan's costs.  Raises NotFound, Corrupt if an input is missing.
 
-    lengths: of blocks where they are read; None: in this store.  Blocks that several experts share in a chunk are read, and counted, once.
+    lengths: of blocks where they are read; None: in this store.  Blocks that several experts share
+    in a chunk are read, and counted, once.
     """
     inputs = Inputs.of(catalog, plan)
     # Look up the records of one expert together.

@@ -210,10 +210,10 @@ def run_merge(
     candidate: a run whose candidate for the branch `name` will point at the result, in its place.
     allow_nonfinite: also publish a result with elements that are infinite or NaN, and are finite in
     every input.
-    memo: the memo table to use and extend, None for none. memory, workers, delivery, slice_bytes: as
-    in engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
-    current value of a ref that holds the virtual merge of this plan, to be made real; if it has
-    moved, nothing is published. made: one of `snapshot.PLANNED`.
+    memo: the memo table to use and extend, None for none. memory, workers, delivery, slice_bytes:
+    as in engine.Resources. policy: how to encode the output, None for the store's own.
+    materialized: the current value of a ref that holds the virtual merge of this plan, to be made
+    real; if it has moved, nothing is published. made: one of `snapshot.PLANNED`.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
     memory), NotFound (an input was pruned), Incompatible (elements that are not finite),

@@ -345,7 +345,7 @@ class RemoteRunner:
                 continue
             try:
                 receipt = future.result()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 -- raised there
                 self._failed(attempt.slice, error)
             else:
                 self._seconds.append(time.monotonic() - attempt.began)

@@ -170,9 +170,11 @@ def materialize(
 ) -> MaterializeReport:
     """Run the plan of the virtual merge at a branch, and move the branch to the real one.
 
-    memory, workers, delivery: as for `run_merge`.  The virtual snapshot becomes the previous parent, and its message is reused unless another is
-    given. Raises BadRequest (no branch), Conflict (a tag, or moved meanwhile), and what a merge
-    raises; then the branch stays where it is.
+    memory, workers, delivery: as for `run_merge`.  The virtual snapshot becomes the previous
+    parent, and its message is reused unless another is given.
+
+    Raises BadRequest (no branch), Conflict (a tag, or moved meanwhile), and what a merge raises;
+    then the branch stays where it is.
     """
     began = time.monotonic()
     with catalog.publishing():
