@@ -67,6 +67,7 @@ OBJECTS: dict[str, type] = {
     "merge warning": reports.MergeWarning,
     "tensor not finite": reports.NotFiniteTensor,
     "blocks elsewhere": reports.Leaning,
+    "worker": reports.WorkerReport,
     "sweep point": reports.SweepPoint,
     "tensor explanation": reports.TensorExplanation,
     "layer explanation": reports.LayerExplanation,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 from mstore.merge.methods import MODULES
 from mstore_cli import completion
 from mstore_cli.errors import UsageError
-from mstore_cli.options import HOW_MUCH, RESULT, WHAT, WHICH, Option
+from mstore_cli.options import HOW_MUCH, RESULT, WHAT, WHERE, WHICH, Option
 from mstore_cli.recipes import (
     RecipeFile,
     RecipeText,
@@ -31,11 +31,14 @@ from mstore_cli.recipes import (
 )
 from mstore_cli.session import Session
 from mstore_cli.sizes import (
+    counted,
+    format_size,
     parse_budget,
 )
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
+    from mstore.merge.running.runners import WorkerReport
     from mstore.terms.ids import Revision
 
 
@@ -96,6 +99,46 @@ AllowNonfinite = Annotated[
         help="Also publish a result with infinite or NaN elements where all inputs are finite.",
     ),
 ]
+Cluster = Annotated[
+    str | None,
+    Option(
+        "--cluster",
+        metavar="ADDRESS",
+        help="Compute on workers: local:N, tcp://HOST:8786 or dask:FILE (Dask), ray:auto or "
+        "ray://HOST:10001 (Ray), slurm:PARTITION.",
+        group=WHERE,
+    ),
+]
+ClusterRemote = Annotated[
+    str | None,
+    Option(
+        "--remote",
+        metavar="NAME",
+        help="With --cluster: the remote where workers read and write. Without it, they use the "
+        "store's directory.",
+        shell_complete=completion.remotes,
+        group=WHERE,
+    ),
+]
+ClusterPush = Annotated[
+    bool,
+    Option(
+        "--push",
+        help="With --remote: leave the result at the remote and move its branch.",
+        group=WHERE,
+    ),
+]
+
+
+def workers_told(workers: Sequence[WorkerReport]) -> str | None:
+    """Return how many workers computed what; None if the merge ran here."""
+    if not workers:
+        return None
+    slices = sum(one.slices for one in workers)
+    read = format_size(sum(one.bytes_read for one in workers))
+    return f"{len(workers)}: {counted(slices, 'slice')}, {read} read"
+
+
 _BASE = Option(
     "--base",
     metavar="REF[:MODEL]",

@@ -26,6 +26,7 @@ from mstore.merge.planning.recipes import PreparedModel
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.commit import MergeReport, ReplayReport
+from mstore.merge.running.runners import WorkerReport
 from mstore.merge.virtual.deferred import MaterializeReport
 from mstore.models.adapters.extract import ExtractReport
 from mstore.models.adapters.truncation import TruncatedTensor
@@ -170,4 +171,5 @@ __all__ = [
     "UnpinReport",
     "UsageReport",
     "VerifyReport",
+    "WorkerReport",
 ]

@@ -6,7 +6,13 @@ from typing import Annotated
 
 from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.merging import AllowNonfinite
+from mstore_cli.merging import (
+    AllowNonfinite,
+    Cluster,
+    ClusterPush,
+    ClusterRemote,
+    workers_told,
+)
 from mstore_cli.options import Argument, Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -28,6 +34,9 @@ def materialize(
         ),
     ],
     allow_nonfinite: AllowNonfinite = False,
+    cluster: Cluster = None,
+    remote: ClusterRemote = None,
+    push: ClusterPush = False,
     message: Message = "",
     threads: Threads = None,
 ) -> None:
@@ -44,6 +53,9 @@ def materialize(
             message=message,
             allow_nonfinite=allow_nonfinite,
             threads=threads,
+            cluster=cluster,
+            remote=remote,
+            push=push,
             progress=tick,
         )
         session.settled()
@@ -55,12 +67,15 @@ def materialize(
             screen.line(f"nothing to do: {report.name} is stored already")
             return
         screen.line(f"materialized {report.name} {short(report.snapshot)}", style="green")
+        if report.pushed_to is not None:
+            screen.line(f"{report.pushed_to} has it as {report.name}")
         screen.fields(
             [
                 ("plan", short(report.plan)),
                 ("manifest", short(report.manifest)),
                 ("experts read", format_size(report.expert_bytes_read)),
                 ("base read", format_size(report.base_bytes_read)),
+                ("workers", workers_told(report.workers)),
                 ("written", format_size(report.bytes_written)),
                 ("blocks", f"{report.blocks_total}: {report.blocks_reused} reused"),
                 ("time", format_seconds(report.seconds)),

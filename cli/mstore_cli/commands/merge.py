@@ -16,10 +16,14 @@ from mstore_cli.merging import (
     RECIPES,
     AllowNonfinite,
     AllowNoop,
+    Cluster,
+    ClusterPush,
+    ClusterRemote,
     Wanted,
     as_options,
     hinting_at_directories,
     missing_of,
+    workers_told,
 )
 from mstore_cli.options import RESULT, WHAT, Codec, Message, Option, Threads
 from mstore_cli.output import Screen, short
@@ -109,6 +113,9 @@ def merge(
         ),
     ] = None,
     codec: Codec = None,
+    cluster: Cluster = None,
+    remote: ClusterRemote = None,
+    push: ClusterPush = False,
     message: Message = "",
     threads: Threads = None,
 ) -> None:
@@ -133,6 +140,11 @@ def merge(
         before = {} if candidate is None else store.ref_ids()
         if request is not None:
             steps = wanted.steps()
+            if cluster is not None and len(steps) > 1:
+                raise UsageError(
+                    "a recipe of several documents is merged on this machine",
+                    hint="leave out --cluster, or give one document at a time",
+                )
             earlier: dict[str, str] = {}
             for number, step in enumerate(steps[:-1]):
                 own = wanted.request(
@@ -184,6 +196,9 @@ def merge(
                     memo=not no_memo,
                     memory=bound,
                     codec=codec,
+                    cluster=cluster,
+                    remote=remote,
+                    push=push,
                     progress=tick,
                 )
                 session.settled()
@@ -198,6 +213,8 @@ def merge(
             if report.virtual:
                 done += screen.typed(f", virtual: mstore materialize {report.name} stores it")
             screen.line(done, style="green")
+            if report.pushed_to is not None:
+                screen.line(f"{report.pushed_to} has it as {report.name}")
         else:
             screen.line(f"nothing new: {report.name} holds this merge already")
             if message:
@@ -217,6 +234,7 @@ def merge(
                 ("analysis read", format_size(report.analyze_bytes_read)),
                 ("base read", format_size(report.base_bytes_read)),
                 ("from remotes", _from_remotes(report)),
+                ("workers", workers_told(report.workers)),
                 ("written", format_size(report.bytes_written)),
                 ("blocks", f"{report.blocks_total}: {report.blocks_reused} reused"),
                 *error_fields(report),

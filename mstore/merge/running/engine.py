@@ -145,7 +145,9 @@ def run_plan(
         )
         runner = LocalRunner(computer, limits, sink, written)
     else:
-        runner = RemoteRunner(resources.workers, delivery, sink, expert_meter, base_meter)
+        runner = RemoteRunner(
+            *(resources.workers, delivery, sink, expert_meter, base_meter, progress)
+        )
     try:
         runner.run(work)
     except BudgetExceeded as error:

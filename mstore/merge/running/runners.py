@@ -291,7 +291,9 @@ class RemoteRunner:
         sink: Transaction | None,
         expert_meter: Meter,
         base_meter: Meter,
+        progress: ProgressCallback | None = None,
     ) -> None:
+        self._progress = progress
         self._workers = workers
         self._delivery = delivery
         self._sink = sink
@@ -397,6 +399,10 @@ class RemoteRunner:
             bytes_read=before.bytes_read + receipt.expert_bytes + receipt.base_bytes,
             seconds=before.seconds + receipt.seconds,
         )
+        if self._progress is not None and len(self._reports) <= _MOST_SHOWN:
+            most = max(one.bytes_read for one in self._reports.values())
+            done = self._reports[receipt.worker].bytes_read
+            self._progress(Progress(f"  {receipt.worker}", done, most))
 
     def _end(self) -> None:
         """Wait until no slice is running, and keep the packs of those that were finished.
@@ -413,6 +419,8 @@ class RemoteRunner:
                     self._delivery.keep(self._sink.directory, receipt.pack, receipt.results)
 
 
+_MOST_SHOWN: Final = 16
+"""Workers whose bytes progress tells one by one."""
 _LOOK: Final = 1.0
 """Seconds between two looks at whether a slice takes too long."""
 
