@@ -16,6 +16,8 @@ from mstore.terms.errors import Unavailable
 
 T = TypeVar("T")
 _PATIENCE: Final = "30s"
+_START: Final = 300.0
+"""Seconds that a first worker may take to start."""
 FILE: Final = "dask:"
 
 
@@ -58,12 +60,17 @@ class Dask(Engine):
         return max(1, sum(threads.values()))
 
     def each(self, run: Callable[..., T], *given: Any) -> dict[str, T]:
-        if not self._client.nthreads():
+        # A cluster that grows with its work has no worker before a task waits for one.
+        first = self.call("look at the worker", run, *given)
+        try:
+            first.result(_START)
+        except TimeoutError as error:
+            first.cancel()
             raise Unavailable(
-                "the scheduler has no worker",
+                f"no worker came in {_START:.0f} seconds",
                 where=self.where,
                 hint=f"start one on each machine: dask worker {self.where}",
-            )
+            ) from error
         found: dict[str, T] = self._client.run(run, *given)
         return found
 
