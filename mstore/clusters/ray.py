@@ -58,8 +58,8 @@ class Ray(Engine):
         future.add_done_callback(lambda done: self._tasks.pop(done, None))
         return future
 
-    def slots(self) -> int:
-        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+    def count(self) -> int:
+        return int(self._ray.cluster_resources().get("CPU", 1))
 
     def each(self, run: Callable[..., T], *given: Any) -> dict[str, T]:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
