@@ -494,7 +494,11 @@ class Told(AnyExecutor):
 @pytest.mark.parametrize(
     ("other", "error", "what"),
     [
-        ({"version": "0.0.1"}, Incompatible, "it has mstore 0.0.1, this process "),
+        (
+            {"version": "0.0.1"},
+            Incompatible,
+            "its version of mstore is 0.0.1, that of this process ",
+        ),
         ({"code": "f" * 16}, Incompatible, "with other sources"),
         ({"problem": "the connection is refused"}, Unavailable, "the connection is refused"),
         ({"scratch_bytes": 1000}, Unavailable, "it has 1000 B of scratch space"),

@@ -51,7 +51,7 @@ class Dask(Engine):
 
     def call(self, label: str, run: Callable[..., T], *given: Any) -> Future[T]:
         # Dask groups tasks by what comes before the last dash.
-        key = f"mstore {label}-{uuid4().hex[:8]}"
+        key = f"{label}-{uuid4().hex[:8]}"
         future: Future[T] = self._executor.submit(run, *given, key=key)
         return future
 
