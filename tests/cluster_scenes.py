@@ -266,7 +266,7 @@ def ray_cluster(patch: pytest.MonkeyPatch) -> Iterator[Cluster]:
             return [
                 pid
                 for pid in every
-                if command_of(pid).startswith(b"ray::mstore") and group_of(pid) == head.pid
+                if command_of(pid).startswith(b"ray::merge") and group_of(pid) == head.pid
             ]
 
         def is_up() -> bool:

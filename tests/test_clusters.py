@@ -497,7 +497,7 @@ class Told(AnyExecutor):
         (
             {"version": "0.0.1"},
             Incompatible,
-            "its version of mstore is 0.0.1, that of this process ",
+            "version of mstore is 0.0.1, that of this process ",
         ),
         ({"code": "f" * 16}, Incompatible, "with other sources"),
         ({"problem": "the connection is refused"}, Unavailable, "the connection is refused"),

@@ -70,7 +70,7 @@ class Engine(ABC):
 
     def submit(self, slice: Slice) -> Future[Receipt]:
         """Have a slice computed. Raises as `call`."""
-        return self.call(f"mstore {slice.label}", execute, slice)
+        return self.call(f"merge slice {slice.label}", execute, slice)
 
     def is_lost(self, error: Exception) -> bool:
         """Return whether a call failed because its worker died, and nobody runs it again."""
