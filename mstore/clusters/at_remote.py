@@ -202,10 +202,7 @@ class RemoteDelivery(Delivery):
         remote.make_directory()
         self._state = remote.state()
         self._uuid = str(self._state.root.uuid)
-        places = RemotePlaces(remote, self._state)
-        self._there = places
-        self.places = _PlacesThere(remote, places)
-        self._written = 0
+        self.places = _PlacesThere(remote, RemotePlaces(remote, self._state))
 
     def workplace(self, directory: Path) -> Workplace:
         return AtRemote(self._config)
