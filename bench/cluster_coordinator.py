@@ -15,11 +15,10 @@ import argparse
 import json
 import os
 import pickle
-import resource
 import shutil
 import sys
+import threading
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -36,9 +35,10 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.pack_tables import FIELDS
 from mstore.blocks.packs import NONCE_BYTES, PAGE, Kind, SentPack, header
 from mstore.clusters import at_remote
-from mstore.merge.running import runners
+from mstore.merge.running import finished, runners, task
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.slices import ALL_FINITE, Receipt, Result, Slice
+from mstore.remotes import push
 from mstore.remotes.layout import PackRow, PackState, TableId, table_name
 from mstore.remotes.state import Changes, Remote
 from mstore.store.catalog import Catalog
@@ -160,18 +160,19 @@ class Pretended(Executor):
     def _receipt(self, slice: Slice) -> Receipt:
         results, bases = [], []
         for run in slice.runs:
-            for task, key in zip(run.chunks, run.keys, strict=True):
-                count = len(task.base.sources)
+            for one, key in zip(run.chunks, run.keys, strict=True):
+                count = len(one.base.sources)
                 ids = tuple(BlockId(self._draw.bytes(ID_BYTES)) for _ in range(count))
-                value = Remembered.of(task, ids, (), ALL_FINITE).encode()
-                bytes_read = task.expert_bytes
+                taken = (0,) * len(run.tensor.quotas)
+                value = Remembered.of(one, ids, taken, ALL_FINITE).encode()
+                bytes_read = one.expert_bytes
                 results.append(
-                    Result(run.tensor.name, task.number, ids, key, value, bytes_read, ALL_FINITE)
+                    Result(run.tensor.name, one.number, ids, key, value, bytes_read, ALL_FINITE)
                 )
-                bases += [bytes(source.id) for source in task.base.sources]
-                self.sources += count + sum(len(row.sources) for row in task.rows)
+                bases += [bytes(source.id) for source in one.base.sources]
+                self.sources += count + sum(len(row.sources) for row in one.rows)
                 self.blocks += count
-        ids_all = np.frombuffer(b"".join(b for one in results for b in one.blocks), f"V{ID_BYTES}")
+        ids_all = np.frombuffer(b"".join(block for made in results for block in made.blocks), f"V{ID_BYTES}")
         data = table(self._draw, ids_all, b"".join(bases))
         pack = SentPack(PackId.of(data), PAGE + len(ids_all) * STORED, data)
         self.slices += 1
@@ -183,11 +184,12 @@ class Pretended(Executor):
 
 
 class Watch:
-    """Seconds of parts of the real code, and memory after some."""
+    """Seconds of parts of the real code, and when they first began and last ended."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.memory: dict[str, int] = {}
+        self.first: dict[str, float] = {}
+        self.last: dict[str, float] = {}
 
     def wrap(self, of: Any, name: str, what: str) -> None:
         """Time the calls of a method."""
@@ -219,20 +221,127 @@ class Watch:
         setattr(of, name, call)
 
     def _add(self, what: str, began: float) -> None:
-        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
-        self.memory[what] = anonymous()
+        self.last[what] = time.perf_counter()
+        self.first.setdefault(what, began)
+        self.seconds[what] = self.seconds.get(what, 0.0) + self.last[what] - began
 
 
-def once(work: Path, budget: str, method: str, workers: int, traced: bool) -> Figures:
+class Peaks:
+    """Most anonymous memory in each phase, sampled every 20 ms by a thread."""
+
+    def __init__(self) -> None:
+        self.phase = "plan"
+        self.bytes: dict[str, int] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._stop.wait(0.02):
+            self.bytes[self.phase] = max(self.bytes.get(self.phase, 0), anonymous())
+
+    def end(self) -> None:
+        """Look no more."""
+        self._stop.set()
+        self._thread.join()
+
+
+def _in_phase(real: Callable[..., Any], peaks: Peaks) -> Callable[..., Any]:
+    def run(*given: Any) -> Any:
+        peaks.phase = "run"
+        try:
+            return real(*given)
+        finally:
+            peaks.phase = "commit"
+
+    return run
+
+
+class Held:
+    """Bytes that parts of the coordinator hold: of the objects themselves, each counted once."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, int] = {}
+        self._kept: dict[str, Any] = {}
+
+    def watch(self) -> None:
+        """Look at the end of the run and of the push; keep nothing alive that would be gone."""
+        self._keep(finished.FinishedChunks, "finished")
+        self._keep(task.Tasks, "tasks")
+        self._after(runners.RemoteRunner, "run", self._ran)
+        self._after(push.Push, "run", self._pushed)
+
+    def _keep(self, of: Any, name: str) -> None:
+        real = of.__init__
+
+        def init(own: Any, *given: Any, **named: Any) -> None:
+            real(own, *given, **named)
+            self._kept[name] = own
+
+        of.__init__ = init
+
+    def _after(self, of: Any, name: str, look: Callable[..., None]) -> None:
+        real = getattr(of, name)
+
+        def call(own: Any, *given: Any, **named: Any) -> Any:
+            found = real(own, *given, **named)
+            look(own, *given)
+            return found
+
+        setattr(of, name, call)
+
+    def _ran(self, runner: Any, work: Any) -> None:
+        chunks, tasks = self._kept.pop("finished"), self._kept.pop("tasks")
+        self.bytes["FinishedChunks.rows"] = held([chunks.rows])
+        self.bytes["Tasks._members"] = held(
+            [
+                (one.base.blocks, one.present.nbytes, *(e.blocks for e in one.experts), one.states)
+                for one in tasks._members.values()
+            ]
+        ) + sum(one.present.nbytes for one in tasks._members.values())
+        self.bytes["Job.ids"] = held([job.ids for job in work.jobs.values()])
+        self.bytes["SentPack.table"] = held([one.table for one in runner._delivery._sent])
+        self.bytes["Transaction._own"] = held([runner._sink._own])
+
+    def _pushed(self, done: Any) -> None:
+        self.bytes["Push._at"] = held([done._at])
+        self.bytes["Push._used"] = held([done._used])
+        self.bytes["Push._needs"] = held([done._needs.blocks])
+
+
+def held(values: Any) -> int:
+    """Bytes of containers and of what they contain, three levels deep, each object once."""
+    seen: set[int] = set()
+
+    def size(one: Any) -> int:
+        if id(one) in seen:
+            return 0
+        seen.add(id(one))
+        found = sys.getsizeof(one)
+        if isinstance(one, dict):
+            return found + sum(size(key) + size(value) for key, value in one.items())
+        if isinstance(one, (list, tuple, set)):
+            return found + sum(map(size, one))
+        return found
+
+    return size(values)
+
+
+def once(work: Path, budget: str, method: str, workers: int, *, looks: bool) -> Figures:
     """One merge, in this process."""
     watch, cluster = Watch(), Pretended(workers)
+    kept = Held()
+    if looks:
+        # It takes memory itself, so peaks are another run's.
+        kept.watch()
     watch.wrap_iterator(runners.WorkList, "slices", "make slices")
     watch.wrap(runners.RemoteRunner, "_receive", "receive")
     watch.wrap(runners.RemoteRunner, "run", "run")
+    peaks = Peaks()
+    runners.RemoteRunner.run = _in_phase(runners.RemoteRunner.run, peaks)  # type: ignore[method-assign]
     watch.wrap(at_remote.PushedDelivery, "publish", "publish")
     with Store.open(work / "store") as store:
         names = sorted(one.name for one in store.refs() if one.name.startswith("expert"))
-        opened = anonymous()
         began = time.perf_counter()
         plan = store.plan(
             MergeRequest(
@@ -244,15 +353,16 @@ def once(work: Path, budget: str, method: str, workers: int, traced: bool) -> Fi
                 analyze=False,
             )
         )
-        planned, memory_planned = time.perf_counter() - began, anonymous()
-        if traced:
-            tracemalloc.start(1)
+        planned = time.perf_counter() - began
+        peaks.phase, after_plan = "start", anonymous()
         began = time.perf_counter()
         report = store.merge(
             plan, name=f"merged{time.time_ns()}", memo=False, cluster=cluster, remote="origin",
             push=True,
         )  # fmt: skip
-        merged = time.perf_counter() - began
+        ended = time.perf_counter()
+    peaks.end()
+    own = cluster.seconds - cluster.pickling
     found: Figures = {
         "slices": cluster.slices,
         "blocks": cluster.blocks,
@@ -261,10 +371,18 @@ def once(work: Path, budget: str, method: str, workers: int, traced: bool) -> Fi
         "bytes sent for a slice": cluster.sent / cluster.slices,
         "bytes received for a block": cluster.received / cluster.blocks,
         "plan seconds": planned,
-        "merge seconds": merged - (cluster.seconds - cluster.pickling),
-        "seconds": watch.seconds | {"pickle": cluster.pickling},
-        "anonymous": {"opened": opened, "planned": memory_planned, **watch.memory},
-        "peak resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "merge seconds": ended - began - own,
+        "seconds": {
+            "start": watch.first["run"] - began,
+            "make": watch.seconds["make slices"],
+            "hand out": cluster.pickling,
+            "receive": watch.seconds["receive"],
+            "run": watch.seconds["run"] - own,
+            "commit": ended - watch.last["run"],
+            "of it publish": watch.seconds["publish"],
+        },
+        "anonymous": peaks.bytes | {"after plan": after_plan},
+        "held": kept.bytes,
         "pushed_to": report.pushed_to,
     }
     return found
@@ -279,8 +397,9 @@ def main() -> None:
     parser.add_argument("--budget", default="10%")
     parser.add_argument("--method", default="ties")
     parser.add_argument("--workers", type=int, default=128)
-    parser.add_argument("--traced", action="store_true")
+    parser.add_argument("--held", action="store_true", help="also what holds the memory")
     given = parser.parse_args()
+    given.work = given.work.absolute()
     if not (given.work / "store").exists():
         given.work.mkdir(parents=True, exist_ok=True)
         child = os.fork()
@@ -290,7 +409,7 @@ def main() -> None:
             os._exit(0)
         if os.waitpid(child, 0)[1]:
             raise SystemExit("no family was made")
-    print(json.dumps(once(given.work, given.budget, given.method, given.workers, given.traced)))
+    print(json.dumps(once(given.work, given.budget, given.method, given.workers, looks=given.held)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
-from cluster_sim import BLOCK, Rates, Work
+from cluster_events import BLOCK, Rates, Work
 
 from mstore.merge.running.runners import Cutter
 from mstore.merge.running.slices import SLICE_BYTES, Slice

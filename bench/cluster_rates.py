@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from blake3 import blake3
-from cluster_sim import BLOCK, Rates, Work
+from cluster_events import BLOCK, Rates, Work
 
 import mstore.merge.running.engine
 from mstore import MergeRequest, Store, fs
@@ -216,7 +216,9 @@ def starts(some: Slice, rounds: int = 9) -> Figures:
         with some.workplace.entered():
             pass
         found["open"].append(time.perf_counter() - began)
-    return {name: statistics.median(values) for name, values in found.items()}
+    return {name: statistics.median(values) for name, values in found.items()} | {
+        "bytes": len(data)
+    }
 
 
 def upload(remote: str, size: int = 32 << 20) -> float:
@@ -259,11 +261,12 @@ def measured(work: Path, experts: int, slice_bytes: int) -> Figures:
         **{name: mixed[name] for name in ("mix", "mix_each")},
         **{name: found[name] for name in ("base_share", "delta_share", "out_share")},
         block=0.0,
-        start=begun["unpickle"] + begun["open"],
+        start=begun["open"],
+        start_source=begun["unpickle"] / work_of(some[0]).sources(),
     )
     # What the parts do not explain of whole slices, for each block of output.
     left = [
-        (one.seconds - work_of(slice).seconds(rates) - rates.seal - begun["open"]
+        (one.seconds - work_of(slice).seconds(rates) - rates.seal - rates.start
          - work_of(slice).put(rates) / put) / work_of(slice).blocks
         for slice, one in kept[1:]
     ]  # fmt: skip
@@ -276,7 +279,7 @@ def measured(work: Path, experts: int, slice_bytes: int) -> Figures:
         } | {"block": block},
         "put_bytes_s": put,
         "kernel": mixed,
-        "start": begun,
+        "start": begun | {"bytes for a source": begun["bytes"] / work_of(some[0]).sources()},
         "unexplained share": block * sum(work_of(s).blocks for s, _ in kept)
         / sum(one.seconds for _, one in kept),
     }  # fmt: skip

@@ -1,14 +1,4 @@
-"""A merge on 1 to 256 workers, simulated: what limits it, and what would mend that.
-
-    python bench/cluster_sim.py WORK [--millions 800] [--experts 8] [--small] [--only PART...]
-
-Writes and prints bench/results/cluster_sim.json. WORK needs 10 GB. Parts: `rates` measures what one
-thread of this machine does for a slice (`cluster_rates.py`), `validation` runs a merge on local:1
-and local:2 and simulates the same slices, `coordinator` feeds 10,000 receipts to a real merge
-(`cluster_coordinator.py`), `scale` simulates models of 8, 70 and 405 B parameters. A part that is
-left out keeps its earlier results, which the others use.
-
-This module is the simulation itself. Time is simulated, nothing runs. What it models:
+"""A merge on a cluster as events in simulated time: nothing runs (`cluster_sim.py` uses it).
 
     the coordinator   one thread: makes a slice, pickles it, hands it out, receives a receipt, as
                       `RemoteRunner.run` does; at the end it commits
@@ -25,17 +15,11 @@ import itertools
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from mstore.merge.running.runners import (
-    _AHEAD,
-    _LATE,
-    _LEAST_LATE,
-    Cutter,
-)
-from mstore.merge.running.slices import SLICE_BYTES, Slice
+from mstore.merge.running.runners import _AHEAD, _LATE, _LEAST_LATE
 
 BLOCK: Final = 1 << 20
 GIGABIT: Final = 1e9 / 8
@@ -50,8 +34,8 @@ class Rates:
 
     base, delta: decoding and checking a block of the base, of an expert. mix, mix_each: the kernel,
     and what each expert adds. hash, encode, write: of an output block; write is into scratch. seal:
-    of a pack. block: everything else of an output block. start: of a slice. base_share,
-    delta_share, out_share: bytes at rest of plain ones.
+    of a pack. block: everything else of an output block. start, start_source: of a slice, and for
+    each block that it reads. base_share, delta_share, out_share: bytes at rest of plain ones.
     """
 
     base: float
@@ -67,26 +51,25 @@ class Rates:
     base_share: float
     delta_share: float
     out_share: float
+    start_source: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
     """What the coordinator takes, in seconds.
 
-    plan: before the first slice. make, hand: making and handing out a slice; make_source,
-    hand_source: for each block that it reads. receive, receive_out: a receipt, and each block of
-    it. commit, commit_out: at the end, and for each block.
+    start: from the call to the first slice. make_out, make_source, hand_out_source: making and
+    handing out a slice, for each block of its output or that it reads; hand_out: of each. receive:
+    for each block of a receipt. commit: after the last one.
     """
 
-    plan: float = 0.0
-    make: float = 0.0
+    start: float = 0.0
+    make_out: float = 0.0
     make_source: float = 0.0
-    hand: float = 0.0
-    hand_source: float = 0.0
+    hand_out: float = 0.0
+    hand_out_source: float = 0.0
     receive: float = 0.0
-    receive_out: float = 0.0
     commit: float = 0.0
-    commit_out: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +138,6 @@ class Outcome:
     runs: int
     busy: float
     coordinator: float
-    commit: float
     last_handed_out: float
 
 
@@ -260,28 +242,26 @@ class Simulation:
         for worker in range(self._cluster.workers):
             self._await_death(0.0, worker)
         told, limit = self._told, _AHEAD[0] * self._cluster.workers + _AHEAD[1]
+        self._spend(told.start)
         for number, work in enumerate(self._slices):
             # With several in one hand-out, what each hand-out costs is paid once.
             first = number % self._together == 0
-            cost = (told.make + told.hand) * first
-            cost += (told.make_source + told.hand_source) * work.sources()
+            cost = told.hand_out * first + told.make_out * work.blocks
+            cost += (told.make_source + told.hand_out_source) * work.sources()
             self._spend(cost)
             self._submit(number)
             while len(self._waiting) >= limit * self._together:
                 self._receive()
         while self._waiting:
             self._receive(is_end=True)
-        blocks = sum(work.blocks for work in self._slices)
-        commit = told.commit + told.commit_out * blocks
-        self._used += commit
+        self._used += told.commit
         return Outcome(
-            seconds=self._clock + commit,
+            seconds=self._clock + told.commit,
             fetched=self._fetched,
             put=self._put,
             runs=self._runs,
             busy=self._busy,
             coordinator=self._used,
-            commit=commit,
             last_handed_out=self._handed,
         )
 
@@ -328,7 +308,7 @@ class Simulation:
             for other in [one for one in self._waiting if one.number == run.number]:
                 self._waiting.discard(other)
             self._finished.add(run.number)
-            self._spend(self._told.receive + self._told.receive_out * run.work.blocks)
+            self._spend(self._told.receive * run.work.blocks)
 
     def _hurry(self) -> None:
         if len(self._waiting) >= self._cluster.workers or not self._took:
@@ -350,7 +330,8 @@ class Simulation:
             run.slot, run.began = slot, now
             self._current[slot] = run
             self._runs += 1
-            self._after(now + self._rates.start * self._factors[slot], run, self._work)
+            start = self._rates.start + self._rates.start_source * run.work.sources()
+            self._after(now + start * self._factors[slot], run, self._work)
 
     def _work(self, now: float, run: _Run) -> None:
         """Fetch and compute: the first block is fetched before, the last one computed after."""

@@ -1,0 +1,142 @@
+"""A real merge on one and two processes of this machine, beside the simulation of its slices.
+
+Workers are processes that have computed before, so that nobody waits for Python to start: an
+executor in place of `local:2`. Each round runs every way once, one after the other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from cluster_events import Cluster, Coordinator, Rates, Work, simulated
+from cluster_rates import asked, cut_at, named, work_of
+
+from mstore import Store
+from mstore.merge.running import runners
+from mstore.merge.running.slices import Slice
+
+BUDGET = "100%"
+Figures = dict[str, Any]
+
+
+class Watch:
+    """Seconds of the runner, and the slices and receipts of it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.works: list[Work] = []
+        self.taken: list[float] = []
+        self.sources = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch merges in this process."""
+        runner: Any = runners.RemoteRunner
+        run, submit, receive = runner.run, runner._submit, runner._receive
+
+        def watched(own: Any, work: Any) -> None:
+            began = time.perf_counter()
+            run(own, work)
+            self.seconds = time.perf_counter() - began
+
+        def submitted(own: Any, slice: Slice) -> None:
+            self.works.append(work_of(slice))
+            submit(own, slice)
+
+        def received(own: Any, work: Any, receipt: Any) -> None:
+            self.taken.append(receipt.seconds)
+            receive(own, work, receipt)
+
+        runner.run, runner._submit, runner._receive = watched, submitted, received
+        try:
+            yield
+        finally:
+            runner.run, runner._submit, runner._receive = run, submit, receive
+
+
+def processes(count: int) -> ProcessPoolExecutor:
+    """Workers that may be as many."""
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
+    for _ in pool.map(time.sleep, [0.2] * 2 * count):
+        pass
+    return pool
+
+
+def measured(work: Path, experts: int, slice_bytes: int, rounds: int, warm: int = 1) -> Figures:
+    """Seconds of a merge in every way, and what slices took on their workers."""
+    found: dict[str, list[float]] = {}
+    slices: dict[str, list[float]] = {}
+    works: list[Work] = []
+
+    with ExitStack() as stack:
+        store = stack.enter_context(Store.open(work / "store"))
+        stack.enter_context(cut_at(slice_bytes))
+        pools: dict[str, Executor] = {
+            f"{count} workers": stack.enter_context(processes(count)) for count in (1, 2)
+        }
+        plan = store.plan(asked(experts, BUDGET))
+
+        def threads(count: int) -> None:
+            store.merge(plan, name=named("here"), threads=count, memo=False)
+
+        def workers(name: str) -> None:
+            watch = Watch()
+            with watch.watching():
+                store.merge(
+                    plan, name=named("there"), threads=1, memo=False, cluster=pools[name],
+                    remote="origin", push=True,
+                )  # fmt: skip
+            note(f"{name}, slices only", watch.seconds)
+            slices[name] = watch.taken
+            works[:] = watch.works
+
+        def note(name: str, seconds: float) -> None:
+            found.setdefault(name, []).append(seconds)
+
+        ways: dict[str, Callable[[], None]] = {
+            "1 thread": lambda: threads(1),
+            "2 threads": lambda: threads(2),
+            **{name: (lambda name=name: workers(name)) for name in pools},
+        }
+        for number in range(warm + rounds):
+            if number == warm:
+                found.clear()
+            for name, way in ways.items():
+                os.sync()
+                began = time.perf_counter()
+                way()
+                note(name, time.perf_counter() - began)
+    return {
+        "budget": BUDGET,
+        "experts": experts,
+        "slice_bytes": slice_bytes,
+        "seconds": found,
+        "slices": len(works),
+        "works": [list(one) for one in works],
+        "slice seconds": {name: sum(taken) for name, taken in slices.items()},
+    }
+
+
+def compared(found: Figures, rates: Rates, told: Coordinator, put: float) -> Figures:
+    """The same slices, simulated; and how far off that is, in percent."""
+    works = [Work(*one) for one in found["works"]]
+    made: Figures = {}
+    for count in (1, 2):
+        # The disk is the page cache, and the remote a directory.
+        cluster = Cluster(count, cores=1, network=put, store=2 * put, latency=0.0)
+        seconds = simulated(works, rates, cluster, told).seconds
+        real = statistics.median(found["seconds"][f"{count} workers, slices only"])
+        made[f"{count} workers"] = {
+            "simulated": seconds,
+            "measured": real,
+            "error": 100 * (seconds / real - 1),
+        }
+    return made
