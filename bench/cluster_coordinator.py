@@ -2,11 +2,11 @@
 
     python bench/cluster_coordinator.py WORK --layers 32 --experts 20 --budget 10%
 
-A task of `cluster_sim.py`; prints JSON. What is real: the plan, the work list, slices, `RemoteRunner`,
-`PushedDelivery`, the commit and the push of records, tables and root to a remote, a directory. What
-is not: blocks (their ids are drawn, in the catalog as in the remote's tables), and the workers:
-`Pretended` pickles each slice, and returns at once a receipt with a table, ids and rows of the right
-size. Its own time is taken off.
+A task of `cluster_sim.py`; prints JSON. What is real: the plan, the work list, slices,
+`RemoteRunner`, `PushedDelivery`, the commit and the push of records, tables and root to a remote, a
+directory. What is not: blocks (their ids are drawn, in the catalog as in the remote's tables), and
+the workers: `Pretended` pickles each slice, and returns at once a receipt with a table, ids and
+rows of the right size. Its own time is taken off.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ class Pretended(Executor):
                 bases += [bytes(source.id) for source in one.base.sources]
                 self.sources += count + sum(len(row.sources) for row in one.rows)
                 self.blocks += count
-        ids_all = np.frombuffer(b"".join(block for made in results for block in made.blocks), f"V{ID_BYTES}")
+        ids_all = np.frombuffer(
+            b"".join(block for made in results for block in made.blocks), f"V{ID_BYTES}"
+        )
         data = table(self._draw, ids_all, b"".join(bases))
         pack = SentPack(PackId.of(data), PAGE + len(ids_all) * STORED, data)
         self.slices += 1

@@ -1,11 +1,11 @@
 """A merge on a cluster as events in simulated time: nothing runs (`cluster_sim.py` uses it).
 
-    the coordinator   one thread: makes a slice, pickles it, hands it out, receives a receipt, as
-                      `RemoteRunner.run` does; at the end it commits
-    an engine         slots in the order of the slices: 2 x slots + 2 are handed out at a time
-    a worker          start, fetch beside compute, seal, put; then the next slice
-    the network       a limit for each worker and direction, one for the store in all, shared fairly
-    what goes wrong   slow workers, workers that die (their slice runs again), late slices run twice
+the coordinator   one thread: makes a slice, pickles it, hands it out, receives a receipt, as
+                  `RemoteRunner.run` does; at the end it commits
+an engine         slots in the order of the slices: 2 x slots + 2 are handed out at a time
+a worker          start, fetch beside compute, seal, put; then the next slice
+the network       a limit for each worker and direction, one for the store in all, shared fairly
+what goes wrong   slow workers, workers that die (their slice runs again), late slices run twice
 """
 
 from __future__ import annotations
@@ -376,9 +376,7 @@ class Simulation:
         if not self._cluster.deaths:
             return
         at = now + self._draw.expovariate(self._cluster.deaths / 3600)
-        heapq.heappush(
-            self._events, (at, next(self._order), lambda when: self._die(when, worker))
-        )
+        heapq.heappush(self._events, (at, next(self._order), lambda when: self._die(when, worker)))
 
     def _die(self, now: float, worker: int) -> None:
         run, back = self._current[worker], now + self._cluster.back

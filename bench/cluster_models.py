@@ -117,7 +117,7 @@ def works(
     is_limited: bool = True,
 ) -> list[Work]:
     """The slices as `Cutter` cuts them. is_limited: tie quotas end within the tensors."""
-    first = cast("Slice", Slice(0, cast("Workplace", None), BLOCK, None, cast("Any", None), ()))
+    first = Slice(0, cast("Workplace", None), BLOCK, None, cast("Any", None), ())
     cutter = Cutter(first, slice_bytes)
     by_name = {one.name: one for one in tensors}
 

@@ -143,7 +143,7 @@ def parts(slices: Sequence[Slice], store: Path, scratch: Path) -> Figures:
                     shares["out"][0] += stored
                     shares["out"][1] += BLOCK
                     note("write", _append(writer, output.id, output.encoded), BLOCK)
-                pieces = memoryview(done.buffer)[:BLOCK]
+                pieces = done.buffer[:BLOCK].data
                 if outputs and batch.slice.policy is not None:
                     elements = codecs.elements_of(task.tensor.out_dtype)
                     policy, of = batch.slice.policy, one.delta_base(0)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def measured(work: Path, experts: int, slice_bytes: int, rounds: int, warm: int 
         ways: dict[str, Callable[[], None]] = {
             "1 thread": lambda: threads(1),
             "2 threads": lambda: threads(2),
-            **{name: (lambda name=name: workers(name)) for name in pools},
+            **{name: partial(workers, name) for name in pools},
         }
         for number in range(warm + rounds):
             if number == warm:

@@ -92,7 +92,7 @@ def make(path: Path, experts: int) -> None:
                 transaction.put_record(record)
             # Merging reads the header.
             parts = [transaction.put_bytes(_header(records), "model.safetensors")]
-            parts += [Part(tensor, record.id(), record.nbytes) for tensor, record in records.items()]
+            parts += [Part(own, one.id(), one.nbytes) for own, one in records.items()]
             size = sum(part.nbytes for part in parts)
             manifest = Manifest((File("model.safetensors", SAFETENSORS, size, tuple(parts)),))
             transaction.put_record(manifest)
