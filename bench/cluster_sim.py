@@ -52,7 +52,8 @@ HAND_OUT: Final = 0.001
 """Seconds of an engine for a task: what Dask says of its own."""
 LEAST: Final = 16 << 20
 """Bytes of output of the smallest slices near the end."""
-RECEIPTS: Final = {"size": "405 B", "layers": 206, "experts": 1}
+LAYERS, HELD_LAYERS = 206, 20
+"""Of 405 B parameters: about 10,000 slices, and 1,000."""
 Figures = dict[str, Any]
 
 
@@ -98,13 +99,16 @@ def coordinator(work: Path, layers: int) -> Figures:
 
 
 def receipts(work: Path, layers: int) -> Figures:
-    """Many receipts; what holds the memory is another run's."""
-    place = work / f"receipts{layers}"
-    words = ["--size", str(RECEIPTS["size"]), "--layers", str(layers), "--experts", "1"]
-    words += ["--budget", "100%", "--method", "task_arithmetic"]
-    plain = coordinated(place, words)
-    looked = coordinated(place, [*words, "--held"])
-    return plain | {"held": looked["held"]}
+    """Many receipts; what holds the memory is asked in another run, of fewer."""
+
+    def ran(layers: int, *more: str) -> Figures:
+        words = ["--size", "405 B", "--layers", str(layers), "--experts", "1", *more]
+        words += ["--budget", "100%", "--method", "task_arithmetic"]
+        return coordinated(work / f"receipts{layers}", words)
+
+    looked = ran(min(layers, HELD_LAYERS), "--held")
+    told = {f"held {name}": looked[name] for name in ("blocks", "slices")}
+    return ran(layers) | {"held": looked["held"]} | told
 
 
 def costs(told: Figures, experts: int, blocks: float) -> Coordinator:
@@ -326,7 +330,7 @@ def main() -> None:
     if "coordinator" in given.only:
         found["coordinator"] = coordinator(work, 2 if given.small else 32)
     if "receipts" in given.only:
-        found["receipts"] = receipts(work, 2 if given.small else int(str(RECEIPTS["layers"])))
+        found["receipts"] = receipts(work, 2 if given.small else LAYERS)
     if "validation" in given.only:
         found["validation"] = measured_merges(work, given.experts, SLICE, given.rounds)
     own = costs(found["coordinator"], given.experts, 0.0)
@@ -336,7 +340,7 @@ def main() -> None:
     if "scale" in given.only:
         found["scale"] = scale(rates, found["coordinator"])
     keep(given.results, "cluster_sim", found)
-    for place in (*work.glob("coordinator*"), *work.glob("receipts*")):
+    for place in (*work.glob("coordinator[0-9]*"), *work.glob("receipts[0-9]*")):
         shutil.rmtree(place)
 
 

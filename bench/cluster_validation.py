@@ -10,8 +10,8 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,38 @@ from mstore.merge.running.slices import Slice
 
 BUDGET = "100%"
 Figures = dict[str, Any]
+
+
+class Processor:
+    """Seconds of processor: of this process, of each worker, and of everybody else.
+
+    The machine may be another's, too: wall time alone does not say what a way takes.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._began = time.perf_counter()
+        self._own, self._workers, self._all = self._now()
+
+    def _now(self) -> tuple[float, list[float], float]:
+        tick = os.sysconf("SC_CLK_TCK")
+        workers = []
+        for pid in self._pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            workers.append((int(fields[11]) + int(fields[12])) / tick)
+        # user, nice, system; then idle, iowait, interrupts.
+        line = Path("/proc/stat").read_text().splitlines()[0].split()
+        return time.process_time(), workers, sum(map(int, line[1:4])) / tick
+
+    def spent(self) -> Figures:
+        """Since the beginning; `others` as a share of all processors."""
+        own, workers, everything = self._now()
+        wall = time.perf_counter() - self._began
+        each = [after - before for before, after in zip(self._workers, workers, strict=True)]
+        mine = own - self._own + sum(each)
+        others = (everything - self._all - mine) / wall / len(os.sched_getaffinity(0))
+        return {"wall": wall, "cpu": mine, "own cpu": own - self._own, "workers cpu": each,
+                "others": max(0.0, others)}  # fmt: skip
 
 
 class Watch:
@@ -73,16 +105,14 @@ def processes(count: int) -> ProcessPoolExecutor:
 
 def measured(work: Path, experts: int, slice_bytes: int, rounds: int, warm: int = 1) -> Figures:
     """Seconds of a merge in every way, and what slices took on their workers."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[Figures]] = {}
     slices: dict[str, list[float]] = {}
     works: list[Work] = []
 
     with ExitStack() as stack:
         store = stack.enter_context(Store.open(work / "store"))
         stack.enter_context(cut_at(slice_bytes))
-        pools: dict[str, Executor] = {
-            f"{count} workers": stack.enter_context(processes(count)) for count in (1, 2)
-        }
+        pools = {f"{count} workers": stack.enter_context(processes(count)) for count in (1, 2)}
         plan = store.plan(asked(experts, BUDGET))
 
         def threads(count: int) -> None:
@@ -95,13 +125,11 @@ def measured(work: Path, experts: int, slice_bytes: int, rounds: int, warm: int 
                     plan, name=named("there"), threads=1, memo=False, cluster=pools[name],
                     remote="origin", push=True,
                 )  # fmt: skip
-            note(f"{name}, slices only", watch.seconds)
+            only[name] = watch.seconds
             slices[name] = watch.taken
             works[:] = watch.works
 
-        def note(name: str, seconds: float) -> None:
-            found.setdefault(name, []).append(seconds)
-
+        only: dict[str, float] = {}
         ways: dict[str, Callable[[], None]] = {
             "1 thread": lambda: threads(1),
             "2 threads": lambda: threads(2),
@@ -112,32 +140,50 @@ def measured(work: Path, experts: int, slice_bytes: int, rounds: int, warm: int 
                 found.clear()
             for name, way in ways.items():
                 os.sync()
-                began = time.perf_counter()
+                pool = pools.get(name)
+                spent = Processor([] if pool is None else list(pool._processes))
                 way()
-                note(name, time.perf_counter() - began)
+                row = spent.spent()
+                if pool is not None:
+                    row["slices only"] = only[name]
+                found.setdefault(name, []).append(row)
     return {
         "budget": BUDGET,
         "experts": experts,
         "slice_bytes": slice_bytes,
-        "seconds": found,
+        "ways": found,
         "slices": len(works),
         "works": [list(one) for one in works],
         "slice seconds": {name: sum(taken) for name, taken in slices.items()},
     }
 
 
+def quietest(rows: Sequence[Figures]) -> Figures:
+    """The round in which a way was fastest: that when others took least."""
+    return min(rows, key=lambda row: float(row["wall"]))
+
+
 def compared(found: Figures, rates: Rates, told: Coordinator, put: float) -> Figures:
-    """The same slices, simulated; and how far off that is, in percent."""
+    """The same slices, simulated; and how far off that is, in percent.
+
+    Of processor seconds, workers' own: those that others take on the machine do not count.
+    """
     works = [Work(*one) for one in found["works"]]
     made: Figures = {}
     for count in (1, 2):
         # The disk is the page cache, and the remote a directory.
         cluster = Cluster(count, cores=1, network=put, store=2 * put, latency=0.0)
-        seconds = simulated(works, rates, cluster, told).seconds
-        real = statistics.median(found["seconds"][f"{count} workers, slices only"])
-        made[f"{count} workers"] = {
-            "simulated": seconds,
-            "measured": real,
-            "error": 100 * (seconds / real - 1),
+        done = simulated(works, rates, cluster, told)
+        name = f"{count} workers"
+        best = quietest(found["ways"][name])
+        busy = statistics.median(sum(row["workers cpu"]) for row in found["ways"][name])
+        made[name] = {
+            "simulated": done.seconds,
+            "measured": best["slices only"],
+            "error": 100 * (done.seconds / best["slices only"] - 1),
+            "others": best["others"],
+            "simulated busy": done.busy,
+            "measured busy": busy,
+            "error of busy": 100 * (done.busy / busy - 1),
         }
     return made
