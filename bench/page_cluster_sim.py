@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from tables import MIB, Told, aim, machine, table
 
 HEAD = """\
-{machine} `python bench/cluster_sim.py WORK`. Simulated time: the parts were measured here, with one
-thread; nothing ran on more than two processes, and others used the machine. TIES at a density of 0.2, {experts} experts, shapes
-of Llama 3 in bf16, experts at {delta:.0f} % of their plain size. A worker has 8 cores, which count
-as 8 threads, one slice at a time, and 10 Gbit/s in each direction; the store has 100 Gbit/s in all
-and answers a request in 10 ms, 8 of a worker at once. A store of another kind is in a table below.
+{machine} `python bench/cluster_sim.py WORK`.
+Simulated time: the parts were measured here, with one thread; nothing ran on more than two
+processes, and others used the machine. TIES at a density of 0.2, {experts} experts, shapes of Llama
+3 in bf16, experts at {delta:.0f} % of their plain size. A worker has 8 cores, which count as 8
+threads, one slice at a time, and 10 Gbit/s in each direction; the store has 100 Gbit/s in all and
+answers a request in 10 ms, 8 of a worker at once. A store of another kind is in a table below.
 The plan is there before. *Efficiency* is against one such worker.
 """
 PARTS = """\
