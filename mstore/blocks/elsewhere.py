@@ -24,7 +24,7 @@ from mstore import fs
 from mstore.blocks.location import Location
 from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import NO_BASE, Footer, Kind, PackGone, SealedPack
-from mstore.blocks.segments import LIST, Segments
+from mstore.blocks.segments import LIST, Found, Segments
 from mstore.terms.errors import RemoteAway
 from mstore.terms.ids import Buffer, PackId
 from mstore.terms.phrases import call
@@ -101,6 +101,20 @@ class KnownPlaces:
             self._readable(id) if at is not None and at.base in lost else at
             for id, at in zip(ids, found, strict=True)
         ]
+
+    def found(self, blocks: Sequence[bytes]) -> Found:
+        """Return what `locate` does of blocks, as arrays; of packs, all that have a table count."""
+        found = self._segments.found(Kind.BLOCK, b"".join(blocks))
+        bases = found.bases()
+        alone = self._segments.found(Kind.BLOCK, b"".join(bases)).is_alone.tolist()
+        doubtful = [base for base, is_alone in zip(bases, alone, strict=True) if not is_alone]
+        places = zip(doubtful, self.alone(doubtful), strict=True)
+        lost = {base for base, at in places if at is None}
+        if lost:
+            for number, base in enumerate(found.base.tolist()):
+                if base in lost and found.stored[number] >= 0:
+                    found.put_one(number, self._readable(blocks[number]))
+        return found
 
     def _other(self, kind: Kind, id: bytes) -> Location | None:
         places = self._segments.places(kind, id)

@@ -211,6 +211,15 @@ class Segment:
         fields = rows.view(FIELDS)
         return list(map(Location, packs, *(fields[name].tolist() for name in COLUMNS)))
 
+    def fields(self, numbers: Numbers) -> tuple[list[PackId], Rows]:
+        """Return the packs that rows name, and the rows with numbers of these in place of packs."""
+        rows = self._items(self._rows, numbers).copy()
+        places, own = np.unique(packs_of(rows), return_inverse=True)
+        if len(places) and int(places[-1]) >= self._packs.count:
+            raise self._bad("a row names a pack that it does not have")
+        rows.view(FIELDS)["pack"] = own
+        return list(map(PackId, self._items(self._packs, places).tolist())), rows
+
     def packs(self) -> list[PackId]:
         """Return the packs that rows name, ascending."""
         section = self._packs

@@ -25,14 +25,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks.location import Location
 from mstore.blocks.location_arrays import Flags, Numbers
 from mstore.blocks.pack_tables import PackTable
-from mstore.blocks.packs import Kind
+from mstore.blocks.packs import NO_BASE, Kind
 from mstore.blocks.segment import (
     COLUMNS,
     FIELDS,
@@ -64,6 +66,62 @@ _HEAD: Final = b"mstore segments 1\n"
 _LINE: Final = re.compile(rb"([0-9a-f]{64}) ([1-9][0-9]{0,9})")
 _END: Final = len("blake3 \n") + 64
 _GARBAGE: Final = re.compile(r"[0-9a-f]{64}\.segment|[0-9a-f]{16}\.new|\.list\.[0-9a-f]{8}")
+
+
+class Found(msgspec.Struct):
+    """Where ids were found, as arrays: half a million places are 30 MB.
+
+    stored: bytes at rest of each, int64, -1 for one that is not there. pack: its pack, as a place
+    in `packs`. base: id of what it is a difference to, V32, zeros for none.
+    """
+
+    stored: Numbers
+    pack: Numbers
+    base: npt.NDArray[np.void]
+    packs: list[PackId]
+
+    @classmethod
+    def nothing(cls, count: int) -> Found:
+        """Return so many places of nothing."""
+        absent = np.full(count, -1, np.int64)
+        return cls(absent, np.zeros(count, np.int64), np.zeros(count, f"V{ID_BYTES}"), [])
+
+    def put(self, places: Numbers, packs: Sequence[PackId], rows: Rows) -> None:
+        """Put rows, with numbers of these packs, at these places."""
+        fields = rows.view(FIELDS)
+        self.stored[places] = fields["stored"]
+        self.pack[places] = fields["pack"].astype(np.int64) + len(self.packs)
+        self.base[places] = fields["base"]
+        self.packs += packs
+
+    def put_one(self, number: int, at: Location | None) -> None:
+        """Put one place."""
+        self.stored[number] = -1 if at is None else at.stored_length
+        if at is not None:
+            self.pack[number] = len(self.packs)
+            self.base[number] = np.void(at.base)
+            self.packs.append(at.pack)
+
+    @property
+    def is_there(self) -> Flags:
+        """bool for each: whether it was found."""
+        there: Flags = self.stored >= 0
+        return there
+
+    @property
+    def is_alone(self) -> Flags:
+        """bool for each: whether it was found, and is no difference."""
+        alone: Flags = self.is_there & (self.base == np.void(NO_BASE))
+        return alone
+
+    def used(self) -> set[PackId]:
+        """Return the packs of all that was found."""
+        return {self.packs[at] for at in np.unique(self.pack[self.is_there]).tolist()}
+
+    def bases(self) -> list[bytes]:
+        """Return what the differences are made to, each once."""
+        some = self.base[self.is_there & ~self.is_alone]
+        return list(dict.fromkeys(some.tolist()))
 
 
 class Segments:
@@ -117,6 +175,14 @@ class Segments:
         for segment, places, numbers in self._found(kind, ids):
             for place, found in zip(places.tolist(), segment.locations(numbers), strict=True):
                 result[place] = found
+        return result
+
+    def found(self, kind: Kind, ids: bytes) -> Found:
+        """Return what `locations` does, as arrays."""
+        result = Found.nothing(len(ids) // ID_BYTES)
+        for segment, places, numbers in self._found(kind, ids):
+            packs, rows = segment.fields(numbers)
+            result.put(places, packs, rows)
         return result
 
     def places(self, kind: Kind, id: bytes) -> Iterator[Location]:

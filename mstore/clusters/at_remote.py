@@ -59,6 +59,8 @@ from mstore.terms.phrases import Text, call
 from mstore.terms.report import ProgressCallback
 
 _FILE: Final = "file:"
+_TOGETHER: Final = 1 << 16
+"""Blocks whose lengths are looked up at once."""
 _JOBS: Final = 4
 """Parts of a pack that a worker sends, and the coordinator brings, at once."""
 TOKEN: Final = "MSTORE_TOKEN"  # noqa: S105 -- the name of a variable
@@ -172,20 +174,27 @@ class _PlacesThere(BlockPlaces):
         return found | {base: at for base, at in alone if at is not None}
 
     def stored_lengths(self, blocks: Sequence[bytes]) -> npt.NDArray[np.int64]:
-        wanted = [BlockId(block) for block in dict.fromkeys(blocks)]
-        found = self._found(wanted)
-        return np.array([found[BlockId(one)].stored_length for one in blocks], dtype=np.int64)
+        lengths = np.empty(len(blocks), dtype=np.int64)
+        for start in range(0, len(blocks), _TOGETHER):
+            some = blocks[start : start + _TOGETHER]
+            lengths[start : start + len(some)] = self._places.found(some).stored
+        if (lengths < 0).any():
+            raise self._lacking(int((lengths < 0).sum()))
+        return lengths
 
     def _found(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:
         found = dict(zip(blocks, self._places.locate(Kind.BLOCK, blocks), strict=True))
         lacking = [block for block, at in found.items() if at is None]
         if lacking:
-            raise NotFound(
-                f"{len(lacking)} blocks of the inputs are not there, and workers read there",
-                where=self._remote.name,
-                hint=call("push", self._remote.name, refs=("BASE", "EXPERT...")),
-            )
+            raise self._lacking(len(lacking))
         return {block: at for block, at in found.items() if at is not None}
+
+    def _lacking(self, count: int) -> NotFound:
+        return NotFound(
+            f"{count} blocks of the inputs are not there, and workers read there",
+            where=self._remote.name,
+            hint=call("push", self._remote.name, refs=("BASE", "EXPERT...")),
+        )
 
 
 class RemoteDelivery(Delivery):

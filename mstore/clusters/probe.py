@@ -31,7 +31,7 @@ _PACKS: Final = 2
 _LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-class Facts(msgspec.Struct, frozen=True):
+class WorkerFacts(msgspec.Struct, frozen=True):
     """What a worker says of itself.
 
     code: digest of mstore's sources. level: of its kernels. problem: why it cannot work in the
@@ -49,7 +49,7 @@ class Facts(msgspec.Struct, frozen=True):
     memory_bytes: int
 
 
-def facts(workplace: Workplace) -> Facts:
+def facts(workplace: Workplace) -> WorkerFacts:
     """Return what this process says of itself. Raises nothing of mstore's."""
     problem, level = None, ""
     try:
@@ -57,7 +57,7 @@ def facts(workplace: Workplace) -> Facts:
         workplace.check()
     except MstoreError as error:
         problem = str(error)
-    return Facts(
+    return WorkerFacts(
         worker=worker_name(),
         version=mstore.__version__,
         code=_code(),

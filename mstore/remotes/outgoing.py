@@ -1,8 +1,8 @@
 """Packs that are sent: their tables are known before a byte is read, so that they need no disk.
 
-Owns what goes into which pack, and where. The bytes are those of `mstore.blocks.packs`: blocks in
-file order, raw ones as they lie to pages here, then what is small. Every payload is checked against
-its id while it is sent.
+Owns what goes into which pack, and where; and what lies where in those that were sent. The bytes
+are those of `mstore.blocks.packs`: blocks in file order, raw ones as they lie to pages here, then
+what is small. Every payload is checked against its id while it is sent.
 """
 
 from __future__ import annotations
@@ -13,20 +13,27 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Key, Location
+from mstore.blocks.pack_tables import FIELDS as TABLE_FIELDS
+from mstore.blocks.pack_tables import read_tables
 from mstore.blocks.packs import (
     ENTRY,
     HEADER_BYTES,
+    NO_BASE,
     NONCE_BYTES,
     PAGE,
     Kind,
     PackEntry,
+    SentPack,
     footer_bytes,
     header,
     table_of,
 )
+from mstore.blocks.segment import FIELDS, Rows, rows_of
+from mstore.blocks.segments import Found
 from mstore.store.ahead import in_order
 from mstore.store.payloads import Payloads
 from mstore.terms.ids import PackId
@@ -49,6 +56,52 @@ class Outgoing(msgspec.Struct, frozen=True):
     entries: tuple[PackEntry, ...]
     end: int
     sources: tuple[tuple[Key, Location, int], ...]
+
+
+class SentPacks:
+    """Packs that lie at a remote and that no root names yet. For one thread."""
+
+    def __init__(self) -> None:
+        self.packs: dict[PackId, SentPack] = {}
+        self._rows: tuple[list[PackId], Rows] | None = None
+
+    def add(self, *packs: SentPack) -> None:
+        """Add packs. Raises Corrupt for one that is not what its table says."""
+        read_tables([(one.id, one.table) for one in packs], "")
+        self.packs.update((one.id, one) for one in packs)
+        self._rows = None
+
+    def drop(self, packs: Iterable[PackId]) -> None:
+        """Forget packs."""
+        for pack in packs:
+            del self.packs[pack]
+        self._rows = None
+
+    def found(self, kind: Kind, ids: Sequence[bytes]) -> Found:
+        """Return where these lie. A form that needs no base goes before one that does."""
+        result = Found.nothing(len(ids))
+        packs, rows = self._sorted()
+        if len(rows) and ids:
+            keys = rows.view(FIELDS)["key"]
+            wanted = np.array([id + bytes([kind]) for id in ids], keys.dtype)
+            numbers = np.minimum(np.searchsorted(keys, wanted), len(rows) - 1)
+            there = keys[numbers] == wanted
+            result.put(np.flatnonzero(there), packs, rows[numbers[there]])
+        return result
+
+    def _sorted(self) -> tuple[list[PackId], Rows]:
+        """Return all rows by kind and id, those without a base first."""
+        if self._rows is None:
+            tables = {
+                pack: np.frombuffer(one.table[HEADER_BYTES:], TABLE_FIELDS)
+                for pack, one in self.packs.items()
+            }
+            packs, rows = rows_of(tables)
+            fields = rows.view(FIELDS)
+            if (fields["key"][1:] == fields["key"][:-1]).any():
+                rows = rows[np.lexsort((fields["base"] != np.void(NO_BASE), fields["key"]))]
+            self._rows = packs, rows
+        return self._rows
 
 
 class _Filling:

@@ -20,10 +20,10 @@ from typing import Final
 from uuid import uuid4
 
 import msgspec
+import numpy as np
 
 from mstore import fs
 from mstore.blocks.location import Key, Location
-from mstore.blocks.pack_tables import entries_of, read_tables
 from mstore.blocks.packs import ENTRY, HEADER_BYTES, NO_BASE, Kind, SentPack
 from mstore.remotes import layout, statistics
 from mstore.remotes.layout import (
@@ -43,7 +43,7 @@ from mstore.remotes.layout import (
 )
 from mstore.remotes.needs import LocalRecords, Needs, RecordSource, gather, is_ancestor, whole
 from mstore.remotes.objects import MOST_JOBS, Absent, Overtaken, requests_to_put
-from mstore.remotes.outgoing import Outgoing, laid_out, pieces
+from mstore.remotes.outgoing import Outgoing, SentPacks, laid_out, pieces
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.state import Changes, Remote, RemoteState
 from mstore.remotes.tracking import MovedRef, follow, may_write, moved_ref
@@ -67,6 +67,8 @@ from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 _ACTION: Final = "push"
+_TOGETHER: Final = 1 << 16
+"""Blocks that are looked for at once."""
 
 
 class PushReport(Report, frozen=True):
@@ -110,6 +112,19 @@ class Staged(msgspec.Struct, frozen=True):
     packs: Sequence[SentPack]
 
 
+class _Used:
+    """Packs that have something of what is needed; and of records, which has which."""
+
+    def __init__(self) -> None:
+        self.packs: set[PackId] = set()
+        self.records: dict[Key, PackId] = {}
+
+    def note(self, kind: Kind, id: bytes, pack: PackId) -> None:
+        """Note where a record is."""
+        self.packs.add(pack)
+        self.records[kind, id] = pack
+
+
 class Push:
     """One push.
 
@@ -149,9 +164,8 @@ class Push:
                 raise BadRequest("cannot be pushed and deleted at once", where=name)
         self._with_contents = contents_of_ancestors
         self._needs = Needs()
-        self._sent: dict[PackId, SentPack] = {}
-        self._at: dict[Key, tuple[PackId, bytes]] = {}
-        self._used: dict[Key, PackId] = {}
+        self._sent = SentPacks()
+        self._used = _Used()
         self._table: str | None = None
         self._blocks = self._packs = self._bytes = 0
 
@@ -168,8 +182,8 @@ class Push:
             self._needs = gather(self._source, named, wanted)
             state = self._state()
             self._take_up(state)
-            for one in () if self._staged is None else self._staged.packs:
-                self._note_sent(one)
+            if self._staged is not None:
+                self._sent.add(*self._staged.packs)
             for attempt in self._remote.attempts():
                 if attempt:
                     state = self._remote.state()
@@ -233,25 +247,16 @@ class Push:
             with suppress(Corrupt, Absent, StorageFailed, ValueError, msgspec.MsgspecError):
                 one = msgspec.msgpack.decode(fs.read_file(path, 1 << 30), type=tuple[int, bytes])
                 pack = PackId(bytes.fromhex(name))
-                read_tables([(pack, one[1])], str(path))
                 row = state.packs().get(pack)
                 is_stray = row is None or (row.is_there and not row.is_known)
                 if is_stray and self._remote.objects.size(pack_name(pack)) == one[0]:
-                    self._note_sent(SentPack(pack, *one))
+                    self._sent.add(SentPack(pack, *one))
                     continue
             fs.unlink(path, missing_ok=True)
 
-    def _note_sent(self, one: SentPack) -> None:
-        self._sent[one.id] = one
-        for entry in entries_of(read_tables([(one.id, one.table)], "")[0]):
-            key = Kind(entry.kind), entry.id
-            # One that needs no base goes before one that does.
-            if key not in self._at or entry.base == NO_BASE:
-                self._at[key] = one.id, entry.base
-
     def _drop_deleted(self, state: RemoteState) -> None:
         """Forget packs that were put, and that the remote removed before a root named them."""
-        rows = {pack: state.packs().get(pack) for pack in self._sent}
+        rows = {pack: state.packs().get(pack) for pack in self._sent.packs}
         gone = {pack for pack, row in rows.items() if row is not None and not row.is_there}
         if self._staged is not None and any(one.id in gone for one in self._staged.packs):
             raise PacksGone(
@@ -259,30 +264,10 @@ class Push:
                 where=self._remote.where,
                 hint="run the same merge again: it makes these packs again",
             )
-        if gone:
-            kept = [one for pack, one in self._sent.items() if pack not in gone]
-            self._sent.clear()
-            self._at.clear()
-            for one in kept:
-                self._note_sent(one)
-
-    def _drop_without_base(self, places: RemotePlaces) -> None:
-        """Forget differences that an earlier push put, and whose base it did not, nor can this."""
-        bases = {base for _, base in self._at.values() if base != NO_BASE}
-        bases -= {id for (_, id), (_, base) in self._at.items() if base == NO_BASE}
-        unknown = sorted(bases)
-        there = places.alone(unknown)
-        index = self._catalog.index
-        with index.env.read() as transaction:
-            for base, at in zip(unknown, there, strict=True):
-                here = index.block(transaction, BlockId(base))
-                if at is not None or (here is not None and here.base == NO_BASE):
-                    bases.discard(base)
-        if bases:
-            self._at = {key: at for key, at in self._at.items() if at[1] not in bases}
+        self._sent.drop(gone)
 
     def _forget_sent(self) -> None:
-        for pack in set(self._used.values()) & self._sent.keys():
+        for pack in self._used.packs & self._sent.packs.keys():
             fs.unlink(self._remote.directory / "sent" / pack.hex(), missing_ok=True)
 
     # -- deciding ----------------------------------------------------------------------------
@@ -295,7 +280,6 @@ class Push:
             return moved, changes
         self._drop_deleted(state)
         places = RemotePlaces(self._remote, state)
-        self._drop_without_base(places)
         used = self._used = self._send(places)
         self._rows(state, changes, used)
         self._put_statistics(state, changes, used, places)
@@ -371,36 +355,25 @@ class Push:
 
     # -- sending -----------------------------------------------------------------------------
 
-    def _send(self, places: RemotePlaces) -> dict[Key, PackId]:
-        """Put packs with what the remote lacks; return which pack has each thing needed."""
-        used: dict[Key, PackId] = {}
+    def _send(self, places: RemotePlaces) -> _Used:
+        """Put packs with what the remote lacks; return which packs have what is needed."""
+        used = _Used()
         lacking: dict[Key, Location] = {}
-        bases: dict[bytes, None] = {}
-
-        def look(kind: Kind, ids: Sequence[bytes], *, as_bases: bool = False) -> list[bytes]:
-            """Note what is there; return what is not."""
-            missing = []
-            found = places.alone(ids) if as_bases else places.locate(kind, ids)
-            for id, at in zip(ids, found, strict=True):
-                pack, base = (at.pack, at.base) if at else self._at.get((kind, id), (None, NO_BASE))
-                if pack is None or (as_bases and base != NO_BASE):
-                    missing.append(id)
-                    continue
-                used[kind, id] = pack
-                if base != NO_BASE:
-                    bases[base] = None
-            return missing
-
-        for key, at in self._located(Kind.BLOCK, look(Kind.BLOCK, list(self._needs.blocks))):
-            lacking[key] = at
-            if at.base != NO_BASE:
-                bases[at.base] = None
+        bases: set[bytes] = set()
+        blocks = list(self._needs.blocks)
+        for start in range(0, len(blocks), _TOGETHER):
+            some = blocks[start : start + _TOGETHER]
+            for key, at in self._located(Kind.BLOCK, self._missing(some, places, used)):
+                lacking[key] = at
+                if at.base != NO_BASE:
+                    bases.add(at.base)
         # A base must be at the remote in a form that needs none itself.
-        more = look(Kind.BLOCK, list(bases), as_bases=True)
+        more = self._not_alone(sorted(bases), places, used)
         lacking.update(self._located(Kind.BLOCK, more))
         for kind, ids in self._needs.by_kind().items():
             if kind != Kind.BLOCK:
-                lacking.update(self._located(kind, look(kind, ids)))
+                missing = self._missing_records(kind, ids, places, used)
+                lacking.update(self._located(kind, missing))
         order = list(laid_out(lacking.items()))
         total = sum(one.size for one in order)
         tick = ProgressCounter("push", total, self._progress)
@@ -410,12 +383,72 @@ class Push:
             self._bytes += one.size
             self._remote.requests += requests_to_put(one.size)
         if self._remote.dry_run:
-            for one in order:
-                self._note_sent(SentPack(one.pack, one.size, one.table))
+            self._sent.add(*(SentPack(one.pack, one.size, one.table) for one in order))
         else:
             self._put_each(order, tick)
-        used.update((key, self._at[key][0]) for key in lacking if key in self._at)
+        for one in order:
+            used.packs.add(one.pack)
+            used.records.update(
+                ((Kind(entry.kind), entry.id), one.pack)
+                for entry in one.entries
+                if entry.kind != Kind.BLOCK
+            )
         return used
+
+    def _missing(self, blocks: Sequence[bytes], places: RemotePlaces, used: _Used) -> list[bytes]:
+        """Note which packs have these blocks, and what they are differences to; return the rest."""
+        there = places.found(blocks)
+        used.packs |= there.used()
+        self._not_alone(there.bases(), places, used)
+        left = [blocks[at] for at in np.flatnonzero(~there.is_there).tolist()]
+        sent = self._sent.found(Kind.BLOCK, left)
+        # An earlier push may have put a difference, and not what it is made to.
+        lost = set(self._not_alone(sent.bases(), places, used))
+        lost -= {base for base in lost if self._is_alone_here(base)}
+        if lost:
+            for number, base in enumerate(sent.base.tolist()):
+                if base in lost:
+                    sent.put_one(number, None)
+        used.packs |= sent.used()
+        missing = [left[at] for at in np.flatnonzero(~sent.is_there).tolist()]
+        needed = dict.fromkeys(base for base in sent.bases() if base not in lost)
+        return [*missing, *self._not_alone(list(needed), places, used)]
+
+    def _not_alone(self, blocks: Sequence[bytes], places: RemotePlaces, used: _Used) -> list[bytes]:
+        """Note which packs have these without a base; return those of which none has."""
+        there = places.found(blocks)
+        used.packs |= {there.packs[at] for at in np.unique(there.pack[there.is_alone]).tolist()}
+        left = [blocks[at] for at in np.flatnonzero(~there.is_alone).tolist()]
+        missing = []
+        for id, place in zip(left, places.alone(left), strict=True):
+            if place is None:
+                missing.append(id)
+            else:
+                used.packs.add(place.pack)
+        sent = self._sent.found(Kind.BLOCK, missing)
+        used.packs |= {sent.packs[at] for at in np.unique(sent.pack[sent.is_alone]).tolist()}
+        return [missing[at] for at in np.flatnonzero(~sent.is_alone).tolist()]
+
+    def _is_alone_here(self, block: bytes) -> bool:
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            here = index.block(transaction, BlockId(block))
+        return here is not None and here.base == NO_BASE
+
+    def _missing_records(
+        self, kind: Kind, ids: Sequence[bytes], places: RemotePlaces, used: _Used
+    ) -> list[bytes]:
+        """Note which packs have these records; return those that none has."""
+        missing = []
+        for id, place in zip(ids, places.locate(kind, ids), strict=True):
+            if place is None:
+                missing.append(id)
+            else:
+                used.note(kind, id, place.pack)
+        sent = self._sent.found(kind, missing)
+        for at in np.flatnonzero(sent.is_there).tolist():
+            used.note(kind, missing[at], sent.packs[sent.pack[at]])
+        return [missing[at] for at in np.flatnonzero(~sent.is_there).tolist()]
 
     def _located(self, kind: Kind, ids: Sequence[bytes]) -> list[tuple[Key, Location]]:
         """Return where these lie here. Raises Corrupt for one that is neither here nor there."""
@@ -466,7 +499,7 @@ class Push:
             ) as done,
         ):
             for one, _ in done:
-                self._note_sent(SentPack(one.pack, one.size, one.table))
+                self._sent.add(SentPack(one.pack, one.size, one.table))
 
     def _put(self, one: Outgoing, jobs: int, told: Callable[[int], None]) -> None:
         # Before the put: whoever is killed in it finds the pack there, or not.
@@ -477,12 +510,11 @@ class Push:
 
     # -- rows --------------------------------------------------------------------------------
 
-    def _rows(self, state: RemoteState, changes: Changes, used: dict[Key, PackId]) -> None:
+    def _rows(self, state: RemoteState, changes: Changes, used: _Used) -> None:
         """Add the rows of packs, snapshots and notes."""
-        needed = set(used.values())
-        self._pack_rows(state, changes, needed)
+        self._pack_rows(state, changes, used.packs)
         for id in self._needs.snapshots:
-            pack = used[Kind.SNAPSHOT, id]
+            pack = used.records[Kind.SNAPSHOT, bytes(id)]
             is_whole = id in self._needs.whole
             row = state.snapshot(id)
             home = None if row is None else state.packs().get(row.pack)
@@ -493,14 +525,14 @@ class Push:
             told = known.get(snapshot + note)
             home = None if told is None else state.packs().get(told.pack)
             if home is None or not home.is_there:
-                pack = used[Kind.NOTE, note]
+                pack = used.records[Kind.NOTE, bytes(note)]
                 changes.put("notes", NoteRow(bytes(snapshot), bytes(note), bytes(pack)))
 
     def _pack_rows(self, state: RemoteState, changes: Changes, needed: set[PackId]) -> None:
         rows = state.packs()
         new = [
             one
-            for pack, one in self._sent.items()
+            for pack, one in self._sent.packs.items()
             if pack in needed and (pack not in rows or not rows[pack].is_known)
         ]
         if new:
@@ -534,7 +566,7 @@ class Push:
         self,
         state: RemoteState,
         changes: Changes,
-        used: dict[Key, PackId],
+        used: _Used,
         places: RemotePlaces,
     ) -> None:
         """Put statistics of the snapshots that go with contents, where the remote has none."""
@@ -546,7 +578,7 @@ class Push:
         def are_there(tensors: Sequence[bytes]) -> list[bool]:
             found = places.locate(Kind.TENSOR, tensors)
             return [
-                at is not None or (Kind.TENSOR, id) in used
+                at is not None or (Kind.TENSOR, id) in used.records
                 for id, at in zip(tensors, found, strict=True)
             ]
 
