@@ -218,9 +218,14 @@ def _strings() -> set[str]:
 
 
 def test_messages_exist() -> None:
-    """Each message in docs/troubleshooting.md is one that the program has."""
+    """Each message in docs/troubleshooting.md, and in the table about Kubernetes, is one that the
+    program has."""
     told = re.findall(r"^\| `([^`]+)`", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     assert len(told) > 40
+    kubernetes = (DOCS / "howto" / "cluster-kubernetes.md").read_text()
+    messages = re.findall(r"^\|[^|]*`([a-z]+ [^|`]+)`", kubernetes, re.MULTILINE)
+    assert len(messages) == 7
+    told += messages
     strings = "\n".join(_strings())
     for message in told:
         assert message.removesuffix("...") in strings, message
