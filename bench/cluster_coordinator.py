@@ -306,8 +306,7 @@ class Held:
         self.bytes["Transaction._own"] = held([runner._sink._own])
 
     def _pushed(self, done: Any) -> None:
-        self.bytes["Push._at"] = held([done._at])
-        self.bytes["Push._used"] = held([done._used])
+        self.bytes["Push._sent"] = held([done._sent.packs])
         self.bytes["Push._needs"] = held([done._needs.blocks])
 
 

@@ -161,11 +161,13 @@ class PackWriter:
 
     Holds back small payloads (records, constants) and writes them behind the raw runs, so that they
     never break a run, except for one flush every `held_limit` bytes.  Gathers other short payloads
-    into one write.  After `seal` or `abandon` the writer is done.
+    into one write.  After `seal` or `abandon` the writer is done.  durable: False for a file that
+    is only copied, and need not survive a power loss.
     """
 
-    def __init__(self, path: Path, *, held_limit: int = 8 << 20) -> None:
+    def __init__(self, path: Path, *, held_limit: int = 8 << 20, durable: bool = True) -> None:
         self._held_limit = held_limit
+        self._durable = durable
         self._file = fs.NewFile(path)
         self._head = header(os.urandom(NONCE_BYTES))
         self._entries: list[PackEntry] = []
@@ -231,7 +233,7 @@ class PackWriter:
             self._write_gathered()
             self._file.append(data)
         waiting = self._file.size - self._written_back
-        if waiting >= WRITE_BACK_BYTES:
+        if self._durable and waiting >= WRITE_BACK_BYTES:
             self._file.begin_writing_back(self._written_back, waiting)
             self._written_back = self._file.size
         return offset
@@ -271,7 +273,8 @@ class PackWriter:
             entries, table = table_of(self._entries)
             self._file.append(footer_bytes(table, self._file.size))
             self._file.protect()
-            self._file.sync()
+            if self._durable:
+                self._file.sync()
             size = self._file.size
             self._file.close()
         except BaseException:

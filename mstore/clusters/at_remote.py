@@ -134,6 +134,8 @@ class _PacksThere(PackReads):
 
 
 class _RemoteBench(Bench):
+    is_scratch = True
+
     def __init__(self, objects: Objects, packs: PackReads, directory: Path) -> None:
         self._objects = objects
         self.packs = packs

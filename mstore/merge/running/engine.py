@@ -28,7 +28,7 @@ from mstore.merge.running.delivery import Delivery, InStoreDelivery
 from mstore.merge.running.finished import FinishedChunks
 from mstore.merge.running.loading import SPARE_SIDES
 from mstore.merge.running.model_card import ModelCard
-from mstore.merge.running.output import OutputFiles, Records
+from mstore.merge.running.output import OutputFiles, Records, is_safetensors, tensor_bytes
 from mstore.merge.running.runners import (
     Cutter,
     LocalRunner,
@@ -58,6 +58,11 @@ MEMORY: Final = 512 << 20
 
 RESERVE: Final = 128 << 20
 """The part of it that is not for chunks: the fixed working memory of the process."""
+
+
+_SLICES_EACH: Final = 8
+_LEAST_SLICE: Final = 16 << 20
+"""Slices for each that workers compute at a time, if none has less output than so many bytes."""
 
 
 class Resources(msgspec.Struct, frozen=True):
@@ -136,8 +141,14 @@ def run_plan(
         bounds=limits,
         runs=(),
     )
-    cutter = Cutter(first, resources.slice_bytes)
-    work = WorkList(catalog, tasks, files, finished, cutter, progress)
+    about = max(1, sum(tensor_bytes(file) for file in files.base.files if is_safetensors(file)))
+    slice_bytes, large = resources.slice_bytes, None
+    if resources.workers is not None:
+        # Enough of them that the last ones keep nobody waiting for long.
+        share = about // (_SLICES_EACH * resources.workers.slots())
+        large = slice_bytes = min(slice_bytes, max(share, _LEAST_SLICE))
+    cutter = Cutter(first, slice_bytes, 2 + plan.planned_expert_bytes / about)
+    work = WorkList(catalog, tasks, files, finished, cutter, progress, large)
     runner: LocalRunner | RemoteRunner
     if resources.workers is None:
         computer = Computer(

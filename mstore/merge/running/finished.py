@@ -216,7 +216,7 @@ class FinishedChunks:
                 if all(sink.has_blocks(chunk.row.blocks)):
                     rows[number] = chunk.row
                     self.resumed_bytes += chunk.expert_bytes
-                    self.rows.append((keys[number], chunk.row.encode()))
+                    self._keep(keys[number], chunk.row.encode())
         return rows
 
     def learn(self, result: Result) -> None:
@@ -229,4 +229,8 @@ class FinishedChunks:
                 hint=call("fsck", read_data=True),
             )
         if result.key:
-            self.rows.append((result.key, result.value))
+            self._keep(result.key, result.value)
+
+    def _keep(self, key: bytes, value: bytes) -> None:
+        if self._memo is not None:
+            self.rows.append((key, value))

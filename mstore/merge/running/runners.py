@@ -49,7 +49,7 @@ from mstore.merge.running.slices import (
     Slice,
     TensorChunks,
 )
-from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
+from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask, item_size
 from mstore.store.catalog import Catalog
 from mstore.store.leases import PACK
 from mstore.store.objects.plan import Coverage, Plan, TensorCoverage, bitmap
@@ -63,13 +63,16 @@ from mstore.terms.report import Progress, ProgressCallback, Report
 class SliceWriter:
     """Takes the chunks of one slice in order and writes the new blocks into its pack.
 
-    path: of the pack. written: the blocks in this pack or in another of the same run; grows.  For
-    one thread only.
+    path: of the pack. written: the blocks in this pack or in another of the same run; grows.
+    durable: as for `PackWriter`.  For one thread only.
     """
 
-    def __init__(self, slice: Slice, path: Path, written: set[BlockId]) -> None:
+    def __init__(
+        self, slice: Slice, path: Path, written: set[BlockId], *, durable: bool = True
+    ) -> None:
         self.slice = slice
         self._path = path
+        self._durable = durable
         self._written = written
         self._writer: PackWriter | None = None
         self.results: list[Result] = []
@@ -87,7 +90,7 @@ class SliceWriter:
 
     def _open(self) -> PackWriter:
         if self._writer is None:
-            self._writer = PackWriter(self._path)
+            self._writer = PackWriter(self._path, durable=self._durable)
         return self._writer
 
     def seal(self) -> SealedPack | None:
@@ -192,7 +195,7 @@ def execute(slice: Slice) -> Receipt:
     try:
         with slice.workplace.entered() as bench:
             path = bench.directory / f"{slice.number}-{os.urandom(4).hex()}.pack"
-            writer = SliceWriter(slice, path, set())
+            writer = SliceWriter(slice, path, set(), durable=not bench.is_scratch)
             # What it reads is stored already.
             known = _inputs_of(slice)
             computer = Computer(
@@ -487,37 +490,48 @@ class Cutter:
     """Collects runs and cuts them.  Belongs to one thread.
 
     first: the first slice, without its runs; the others are like it, each with a number of its own.
-    slice_bytes: plain bytes of output per slice.  A tensor whose tie quota ends within it is not
-    cut.
+    slice_bytes: plain bytes of output per slice. work: plain bytes that are read and made for a
+    byte of output, on average: slices are cut by expected work.  A tensor whose tie quota ends
+    within it is not cut.
     """
 
-    def __init__(self, first: Slice, slice_bytes: int) -> None:
+    def __init__(self, first: Slice, slice_bytes: int, work: float = 2.0) -> None:
         self._first = first
-        self._limit = slice_bytes
+        self._limit = slice_bytes * work
+        self._most = 2 * slice_bytes
         self._count = 0
         self._runs: list[TensorChunks] = []
+        self._work = 0.0
         self._length = 0
 
     def add(self, run: TensorChunks) -> Iterator[Slice]:
         """Add a run, and yield the slices that are full."""
-        length = sum(task.out_bytes for task in run.chunks)
         if run.tensor.limited:
-            if self._runs and self._length + length > self._limit:
+            if self._runs and self._work + sum(map(_work_of, run.chunks)) > self._limit:
                 yield self._cut()
             self._runs.append(run)
-            self._length += length
-            if self._length >= self._limit:
+            for task in run.chunks:
+                self._count_in(task)
+            if self._is_full:
                 yield self._cut()
             return
         start = 0
         for number, task in enumerate(run.chunks, start=1):
-            self._length += task.out_bytes
-            if self._length >= self._limit or number == len(run.chunks):
+            self._count_in(task)
+            if self._is_full or number == len(run.chunks):
                 part = slice(start, number)
                 self._runs.append(TensorChunks(run.tensor, run.chunks[part], run.keys[part]))
                 start = number
-            if self._length >= self._limit:
+            if self._is_full:
                 yield self._cut()
+
+    def _count_in(self, task: ChunkTask) -> None:
+        self._work += _work_of(task)
+        self._length += task.out_bytes
+
+    @property
+    def _is_full(self) -> bool:
+        return self._work >= self._limit or self._length >= self._most
 
     def rest(self) -> Iterator[Slice]:
         """Yield the last slice, unless all runs are in slices."""
@@ -527,8 +541,14 @@ class Cutter:
     def _cut(self) -> Slice:
         made = replace(self._first, number=self._count, runs=tuple(self._runs))
         self._count += 1
-        self._runs, self._length = [], 0
+        self._runs, self._work, self._length = [], 0.0, 0
         return made
+
+
+def _work_of(task: ChunkTask) -> int:
+    """Return the plain bytes of all sides and of the output: each is read, decoded, hashed, mixed."""
+    sides = sum([item_size(row.dtype) for row in task.rows])
+    return task.out_bytes + task.n * (item_size(task.base.dtype) + sides)
 
 
 class WorkList:
@@ -536,7 +556,8 @@ class WorkList:
 
     Complete once `slices` is exhausted and `take` has had every result.
 
-    jobs: the tensors, by the name they are planned under. headers: new headers of output files, by
+    large: bytes of output from which a tensor that is not cut goes before all others; None: all go
+    in file order. jobs: the tensors, by the name they are planned under. headers: new headers of output files, by
     path.
     """
 
@@ -548,7 +569,9 @@ class WorkList:
         finished: FinishedChunks,
         cutter: Cutter,
         progress: ProgressCallback | None = None,
+        large: int | None = None,
     ) -> None:
+        self._large = large
         self._tasks = tasks
         self._files = [files.file(file) for file in files.base.files if is_safetensors(file)]
         self._output = files
@@ -561,29 +584,44 @@ class WorkList:
         self.jobs: dict[str, Job] = {}
 
     def slices(self) -> Iterator[Slice]:
-        """Yield the work in file order; fill in jobs with every chunk that needs none."""
+        """Yield the work, large tensors first; fill in jobs with every chunk that needs none."""
         jobs: list[Job] = []
+        for job in self._ordered():
+            jobs.append(job)
+            if _is_enough(jobs):
+                yield from self._cut(jobs)
+                jobs = []
+        yield from self._cut(jobs)
+        yield from self._cutter.rest()
+
+    def _ordered(self) -> Iterator[Job]:
+        """Yield each tensor that is merged once: the large ones that are not cut, then the rest.
+
+        A worker that begins with a large one at the end keeps all others waiting.
+        """
+        if self._large is None:
+            yield from self._in_file_order()
+            return
+        every = list(self._in_file_order())
+        first = [job for job in every if job.tensor.limited and job.tensor.out_bytes > self._large]
+        yield from sorted(first, key=lambda job: -job.tensor.out_bytes)
+        done = {job.tensor.name for job in first}
+        yield from (job for job in every if job.tensor.name not in done)
+
+    def _in_file_order(self) -> Iterator[Job]:
         for file in self._files:
             header = self._output.texts.get(file.path)
             offset = file.parts[0].nbytes if header is None else len(header)
             for part in file.tensors():
                 name = self._output.planned_name(file, part)
                 if name is not None and name not in self.jobs:
-                    jobs.append(self._job(name, file.path, offset))
-                    if _is_enough(jobs):
-                        yield from self._cut(jobs)
-                        jobs = []
+                    yield self._job(name, file.path, offset)
                 else:
                     self._tick(part.nbytes)
                 offset += part.nbytes if name is None else self.jobs[name].tensor.out_bytes
             for new in self._output.added(file):
-                jobs.append(self._job(new.name, file.path, offset))
+                yield self._job(new.name, file.path, offset)
                 offset += new.nbytes
-                if _is_enough(jobs):
-                    yield from self._cut(jobs)
-                    jobs = []
-        yield from self._cut(jobs)
-        yield from self._cutter.rest()
 
     def take(self, results: Sequence[Result]) -> None:
         """Add computed chunks, in any order.  Raises Corrupt (`FinishedChunks.learn`)."""

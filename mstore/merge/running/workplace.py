@@ -39,10 +39,12 @@ class Bench(ABC):
     """An entered workplace, of one slice.
 
     packs: of the inputs. directory: for a pack being written; the worker's alone, or its name is.
+    is_scratch: whether what is written there is only copied from there.
     """
 
     packs: PackReads
     directory: Path
+    is_scratch: bool = False
 
     def deliver(self, pack: SealedPack) -> Delivered:
         """Leave a pack where the coordinator finds it. Raises StorageFailed, Unavailable."""
