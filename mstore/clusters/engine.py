@@ -12,8 +12,12 @@ from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import suppress
 from threading import Lock
+from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
+from blake3 import blake3
+
+import mstore
 from mstore.merge.running.runners import execute
 from mstore.merge.running.slices import Receipt, Slice
 from mstore.terms.errors import BadRequest
@@ -21,6 +25,16 @@ from mstore.terms.errors import BadRequest
 T = TypeVar("T")
 _UNKNOWN_SLOTS: Final = 31
 """Where an executor does not say how many it runs at once."""
+
+
+def sources() -> str:
+    """Return a digest of the sources of mstore: other ones may compute other bytes."""
+    root = Path(mstore.__file__).parent
+    hasher = blake3()
+    for path in sorted(root.rglob("*.py")):
+        hasher.update(path.relative_to(root).as_posix().encode() + b"\0")
+        hasher.update(path.read_bytes())
+    return hasher.hexdigest()[:16]
 
 
 class Engine(ABC):
