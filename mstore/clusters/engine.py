@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import suppress
-from threading import Lock
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final, Self, TypeVar
 
 from blake3 import blake3

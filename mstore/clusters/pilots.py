@@ -209,7 +209,7 @@ class Pilot:
             return "the coordinator removed the directory"
 
     def _told_to_leave(self, *_: object) -> None:
-        """Slurm sends SIGTERM some time before it kills, and submitit's signal before the time ends.
+        """Slurm sends SIGTERM some time before it kills, and SIGUSR2 before a job's time is over.
 
         Who ends by itself then has done its work, for Slurm, and is not started again.
         """

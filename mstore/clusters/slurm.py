@@ -146,10 +146,11 @@ def _minutes(address: str, told: str | None, default: int) -> int:
 # -- what a job runs ---------------------------------------------------------------------------
 
 
-def pilot(directory: str, wanted: Hello, pace: Pace) -> str:
-    """Be a pilot, in a job; return why it ended."""
+def pilot(directory: str, orders: bytes) -> str:
+    """Be a pilot, in a job; return why it ended. orders: as JSON, which another mstore reads."""
     from submitit import JobEnvironment
 
+    wanted, pace = msgspec.json.decode(orders, type=tuple[Hello, Pace])
     restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     name = f"{JobEnvironment().job_id}.{restarts}"
     return Pilot(Path(directory), name, wanted, pace).run()
@@ -274,12 +275,12 @@ class Slurm(Engine):
         self._calls = Coordinator(board, self._array, self.where, pace, own)
         try:
             self._calls.begin()
-            self._submit(submitit, asked, board, own, pace)
+            self._submit(submitit, asked, board, msgspec.json.encode((own, pace)))
         except BaseException:
             self.close()
             raise
 
-    def _submit(self, submitit: Any, asked: Asked, board: Path, own: Hello, pace: Pace) -> None:
+    def _submit(self, submitit: Any, asked: Asked, board: Path, orders: bytes) -> None:
         try:
             executor = submitit.SlurmExecutor(self._folder / "jobs")
         except RuntimeError as error:
@@ -304,7 +305,7 @@ class Slurm(Engine):
         try:
             with _outside_of_jobs():
                 executor.map_array(
-                    pilot, *zip(*[(str(board), own, pace)] * asked.workers, strict=True)
+                    pilot, *zip(*[(str(board), orders)] * asked.workers, strict=True)
                 )
         except submitit.core.utils.FailedJobError as error:
             raise Unavailable(
