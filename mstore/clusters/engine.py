@@ -17,7 +17,7 @@ from typing import Any, Final, Self, TypeVar
 
 from blake3 import blake3
 
-import mstore
+from mstore import terms
 from mstore.merge.running.runners import execute
 from mstore.merge.running.slices import Receipt, Slice
 from mstore.terms.errors import BadRequest
@@ -29,7 +29,7 @@ _UNKNOWN_SLOTS: Final = 31
 
 def sources() -> str:
     """Return a digest of the sources of mstore: other ones may compute other bytes."""
-    root = Path(mstore.__file__).parent
+    root = Path(terms.__file__).parent.parent
     hasher = blake3()
     for path in sorted(root.rglob("*.py")):
         hasher.update(path.relative_to(root).as_posix().encode() + b"\0")

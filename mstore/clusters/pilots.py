@@ -43,10 +43,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-import mstore
 from mstore import fs
 from mstore.clusters.engine import sources
 from mstore.merge.running.runners import worker_name
+from mstore.terms import __version__
 from mstore.terms.errors import Incompatible, Interrupted, MstoreError, StorageFailed, Unavailable
 
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class Hello(msgspec.Struct, frozen=True):
     @classmethod
     def own(cls) -> Hello:
         """Return what this process says."""
-        return cls(worker_name(), mstore.__version__, sources())
+        return cls(worker_name(), __version__, sources())
 
     def is_like(self, other: Hello) -> bool:
         """Return whether both compute the same bytes."""

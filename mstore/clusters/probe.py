@@ -16,11 +16,11 @@ from typing import Final
 
 import msgspec
 
-import mstore
 from mstore.clusters.engine import Engine, sources
 from mstore.merge.running.runners import worker_name
 from mstore.merge.running.workplace import Workplace
 from mstore.numeric import halves
+from mstore.terms import __version__
 from mstore.terms.errors import Incompatible, MstoreError, Unavailable
 from mstore.terms.phrases import Option, phrase
 from mstore.terms.sizes import format_size
@@ -58,7 +58,7 @@ def facts(workplace: Workplace) -> Facts:
         problem = str(error)
     return Facts(
         worker=worker_name(),
-        version=mstore.__version__,
+        version=__version__,
         code=sources(),
         level=level,
         python=sys.version.split()[0],
@@ -73,7 +73,7 @@ def require_able(engine: Engine, workplace: Workplace, *, memory: int, slice_byt
 
     memory: bytes that a slice may take. slice_bytes: of its output.
     """
-    own_version, own_code = mstore.__version__, sources()
+    own_version, own_code = __version__, sources()
     for name, told in engine.each(facts, workplace).items():
         where = f"worker {name}" if name == told.worker else f"worker {name} ({told.worker})"
         if (told.version, told.code) != (own_version, own_code):
