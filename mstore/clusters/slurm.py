@@ -253,9 +253,10 @@ def _said(command: list[str]) -> str | None:
 class Slurm(Engine):
     """The jobs of an array, which begins and ends with this object."""
 
-    def __init__(self, address: str, pace: Pace = PACE) -> None:
+    def __init__(self, address: str, pace: Pace | None = None) -> None:
         """Submit the array. Raises BadRequest, Unavailable, StorageFailed."""
         asked = parsed(address)
+        pace = PACE if pace is None else pace
         try:
             import submitit
         except ImportError as error:
