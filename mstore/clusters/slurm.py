@@ -19,7 +19,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -304,11 +305,15 @@ class Slurm(Engine):
             additional_parameters={**dict(asked.more), "requeue": True},
         )
         try:
-            with _outside_of_jobs():
+            # submitit prints what sbatch says.
+            with _outside_of_jobs(), redirect_stderr(StringIO()):
                 executor.map_array(
                     pilot, *zip(*[(str(board), orders)] * asked.workers, strict=True)
                 )
-        except submitit.core.utils.FailedJobError as error:
+        except (
+            submitit.core.utils.FailedJobError,
+            submitit.core.utils.FailedSubmissionError,
+        ) as error:
             raise Unavailable(
                 f"Slurm refuses the jobs: {_last_line(str(error))}",
                 where=self.where,
@@ -381,4 +386,4 @@ def _outside_of_jobs() -> Iterator[None]:
 
 def _last_line(text: str) -> str:
     lines = [one.strip() for one in text.splitlines() if one.strip()]
-    return lines[-1] if lines else "it does not say why"
+    return lines[-1].removeprefix("sbatch: error: ") if lines else "it does not say why"
