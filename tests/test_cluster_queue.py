@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, wait
@@ -15,6 +17,7 @@ from pilot_processes import QUICK, Processes
 
 from mstore import fs
 from mstore.clusters import slurm
+from mstore.clusters.address import opened
 from mstore.clusters.pilots import (
     Coordinator,
     Hello,
@@ -185,6 +188,21 @@ def test_a_pilot_that_is_ended_gives_its_call_back(make: Make, tmp_path: Path) -
         assert done.split()[1] == second
     assert all(one.poll() is None for one in queue.scheduler.running.values())
     assert queue.scheduler.revived == []
+
+
+def test_a_requeued_job_is_not_the_calls_doing(make: Make, tmp_path: Path) -> None:
+    """A call whose job Slurm requeues is handed out again, and that counts for nothing."""
+    queue = make(1)
+    future = queue.calls.call("a", runs.note, tmp_path / "ran", "a", 60.0)
+    for restarts in range(6):
+        until(lambda: queue.files("claim"))
+        queue.scheduler.running["9_0"].kill()
+        queue.scheduler.running["9_0"].wait()
+        queue.scheduler.says["9_0"] = Standing(Stage.WAITING, restarts, "PENDING")
+        until(lambda: queue.files("call"))
+        queue.scheduler.revive("9_0")
+        del queue.scheduler.says["9_0"]
+    assert not future.done()
 
 
 def test_a_pilot_that_was_not_dead(make: Make, tmp_path: Path) -> None:
@@ -397,6 +415,49 @@ def test_a_slip_of_a_key() -> None:
     with pytest.raises(BadRequest) as refused:
         parsed("slurm:main,worker=2")
     assert (refused.value.hint or "").startswith("did you mean workers?")
+
+
+def test_submitit_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without submitit, the error says what to install."""
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(Unavailable, match="submitit is not installed") as refused:
+        opened(f"slurm:main,folder={tmp_path}")
+    assert refused.value.hint == "pip install 'mstore[slurm]'"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slurm_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Slurm's commands, the error says so at once, and no directory is left."""
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="this machine has no commands of Slurm's"):
+        opened(f"slurm:main,folder={tmp_path}/new/shared")
+    assert time.monotonic() - began < 10
+    assert list((tmp_path / "new" / "shared").iterdir()) == []
+
+
+def test_settings_of_the_job_that_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs get no settings of a job that this process is in, nor what the address says otherwise;
+    where Slurm is, and the user's own defaults, stay."""
+    told = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SBATCH_PARTITION": "other",
+        "SBATCH_ACCOUNT": "mine",
+        "SBATCH_QOS": "low",
+        "OTHER": "x",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with slurm._outside_of_jobs(parsed("slurm:main,qos=high")):
+        seen = {name: os.environ.get(name) for name in told}
+    assert {name for name in told if seen[name] is None} == {
+        "SLURM_JOB_ID",
+        "SBATCH_PARTITION",
+        "SBATCH_QOS",
+    }
+    assert {name: os.environ[name] for name in told} == told
 
 
 def test_what_squeue_says() -> None:
