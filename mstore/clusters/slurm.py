@@ -271,6 +271,7 @@ class Slurm(Engine):
         _remove_old(above)
         self._folder = fs.private_directory(above, _PREFIX)
         self._array = Array(f"{_PREFIX}{secrets.token_hex(6)}", self._folder / "jobs")
+        self._has_jobs = False
         own = Hello.own()
         board = self._folder / "calls"
         fs.make_directory(board)
@@ -304,16 +305,15 @@ class Slurm(Engine):
             srun_args=[f"--cpus-per-task={asked.cpus}"],
             additional_parameters={**dict(asked.more), "requeue": True},
         )
+        utils = submitit.core.utils
+        self._has_jobs = True
         try:
             # submitit prints what sbatch says.
-            with _outside_of_jobs(), redirect_stderr(StringIO()):
+            with _outside_of_jobs(asked), redirect_stderr(StringIO()):
                 executor.map_array(
                     pilot, *zip(*[(str(board), orders)] * asked.workers, strict=True)
                 )
-        except (
-            submitit.core.utils.FailedJobError,
-            submitit.core.utils.FailedSubmissionError,
-        ) as error:
+        except (utils.FailedJobError, utils.FailedSubmissionError) as error:
             raise Unavailable(
                 f"Slurm refuses the jobs: {_last_line(str(error))}",
                 where=self.where,
@@ -345,7 +345,9 @@ class Slurm(Engine):
 
     def close(self) -> None:
         self._calls.end()
-        self._array.end()
+        if self._has_jobs:
+            self._has_jobs = False
+            self._array.end()
         # A job that has just ended may leave a file meanwhile.
         with suppress(MstoreError):
             fs.remove_tree(self._folder)
@@ -369,14 +371,18 @@ def _remove_old(above: Path) -> None:
 
 
 @contextmanager
-def _outside_of_jobs() -> Iterator[None]:
-    """Hide the job that this process is in: its settings would be the new jobs', too."""
+def _outside_of_jobs(asked: Asked) -> Iterator[None]:
+    """Hide the job that this process is in: its settings would be the new jobs', too.
+
+    For sbatch, the environment counts for more than the address: what both say is hidden as well.
+    """
+    known = dict(asked.more)
+    kept = {"SLURM_CONF", *(f"SBATCH_{one.upper()}" for one in _PASSED if one not in known)}
     told = {
         name: os.environ.pop(name)
         for name in list(os.environ)
         if name.startswith(("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SUBMITIT_"))
-        # Where Slurm is.
-        and name != "SLURM_CONF"
+        and name not in kept
     }
     try:
         yield
