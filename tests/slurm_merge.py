@@ -29,10 +29,18 @@ _append = PackWriter.append_encoded
 
 def slowly(slice: Slice) -> Receipt:
     """Compute a slice, with a pack that is half written for most of the time."""
+    return _slowed(slice, BLOCK_SECONDS)
 
+
+def in_minutes(slice: Slice) -> Receipt:
+    """The same, but all slices together take longer than a job of two minutes computes."""
+    return _slowed(slice, 10 * BLOCK_SECONDS)
+
+
+def _slowed(slice: Slice, seconds: float) -> Receipt:
     def append(self: PackWriter, *given: Any) -> None:
         _append(self, *given)
-        time.sleep(BLOCK_SECONDS)
+        time.sleep(seconds)
 
     PackWriter.append_encoded = append  # type: ignore[method-assign,assignment]
     return execute(slice)

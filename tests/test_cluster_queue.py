@@ -229,6 +229,15 @@ def test_a_pilot_that_is_being_ended_keeps_its_claim(make: Make, tmp_path: Path)
     assert len((tmp_path / "ran").read_text().splitlines()) == 1
 
 
+def test_a_call_whose_file_is_lost(make: Make, tmp_path: Path) -> None:
+    """A call that has no file any more is written again."""
+    queue = make(0)
+    future = queue.calls.call("a", runs.note, tmp_path / "ran", "a")
+    (queue.directory / "000000.call").unlink()
+    queue.scheduler.start("9_0")
+    assert future.result(60)
+
+
 # -- ends ----------------------------------------------------------------------------------------
 
 

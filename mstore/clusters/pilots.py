@@ -130,10 +130,13 @@ class _Board:
         return sorted(os.listdir(self.path))
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's content; None if there is none."""
+        """Return a file's content; None if there is none. Raises OSError."""
         try:
             return (self.path / name).read_bytes()
-        except FileNotFoundError:
+        except OSError as error:
+            # NFS says ESTALE of a file that was replaced while it was opened.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
             return None
 
     def write(self, name: str, data: bytes) -> None:
@@ -256,14 +259,15 @@ class Pilot:
         try:
             result = self._result(self._held(call))
         except _Leave:
+            result = None
+        if result is None:
             self._board.move(self._held(call), str(call))
             return
-        if result is not None:
-            self._board.write(str(_Name(call.number, _RESULT, "")), result)
+        self._board.write(str(_Name(call.number, _RESULT, "")), result)
         self._board.remove(self._held(call))
 
     def _result(self, claim: str) -> bytes | None:
-        """Run a call; None if somebody else has it by now."""
+        """Run a call; None if it cannot be read, so that somebody else may have it by now."""
         told = self._board.read(claim)
         if told is None:
             return None
@@ -333,9 +337,12 @@ class PilotGone(Exception):
 
 
 class _Pending(NamedTuple):
+    """A call that has no result yet. data: it, as pilots read it."""
+
     label: str
     future: Future[Any]
     pilot: str
+    data: bytes
 
 
 class Coordinator:
@@ -361,6 +368,7 @@ class Coordinator:
         self._running: dict[str, Hello] = {}
         self._losses: Counter[str] = Counter()
         self._revivals: Counter[str] = Counter()
+        self._lacking: set[str] = set()
         self._silences = 0
         self._beats = 0
         self._next_beat = self._next_look = 0.0
@@ -386,14 +394,15 @@ class Coordinator:
     def call(self, label: str, run: Callable[..., T], *given: Any, pilot: str = "") -> Future[T]:
         """Hand out a call. pilot: for this one alone. Raises what ended the coordinator."""
         future: Future[T] = Future()
+        data = pickle.dumps((run, given))
         with self._lock:
             if self._error is not None:
                 raise self._error
             number = f"{self._count:06d}"
             self._count += 1
-            self._pending[number] = _Pending(label, future, pilot)
+            self._pending[number] = _Pending(label, future, pilot, data)
         try:
-            self._board.write(str(_Name(number, _CALL, pilot)), pickle.dumps((run, given)))
+            self._board.write(str(_Name(number, _CALL, pilot)), data)
         except BaseException:
             self._taken(number)
             raise
@@ -481,8 +490,10 @@ class Coordinator:
 
     def _receive(self, name: _Name) -> None:
         told = self._board.read(str(name))
+        if told is None:
+            return
         pending = self._taken(name.number)
-        if told is not None and pending is not None:
+        if pending is not None:
             pilot, value, error = _unpacked(told)
             self._revivals.pop(_job(pilot), None)
             _set(pending.future, value, error)
@@ -526,7 +537,18 @@ class Coordinator:
         for one in files:
             if one.pilot and not is_at(one.pilot, Stage.RUNNING, Stage.ENDING):
                 self._lose(one, standings.get(_job(one.pilot)))
+        self._restore(files)
         self._revive(standings)
+
+    def _restore(self, files: list[_Name]) -> None:
+        """Write calls again that have no file, twice in a row: a list may miss what is renamed."""
+        listed = {one.number for one in files}
+        with self._lock:
+            lacking = {one: told for one, told in self._pending.items() if one not in listed}
+        for number in self._lacking & lacking.keys():
+            told = lacking[number]
+            self._board.write(str(_Name(number, _CALL, told.pilot)), told.data)
+        self._lacking = set(lacking) - self._lacking
 
     def _revive(self, standings: Mapping[str, Standing]) -> None:
         """Start jobs again that failed. Raises Interrupted or Unavailable if no pilot will run."""

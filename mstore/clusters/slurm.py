@@ -48,7 +48,7 @@ _MOST_WORKERS: Final = 1000
 """Slurm's own limit for an array, unless a site changes it."""
 _NOTICE: Final = 30
 """Seconds before the end of a job's time at which its pilot gives its slice back."""
-_PATIENCE: Final = 60
+_PATIENCE: Final = 20
 """Seconds that a command of Slurm's may take."""
 _ENDING: Final = 30.0
 """Seconds to wait for jobs that were cancelled."""
@@ -277,8 +277,8 @@ class Slurm(Engine):
         fs.make_directory(board)
         self._calls = Coordinator(board, self._array, self.where, pace, own)
         try:
-            self._calls.begin()
             self._submit(submitit, asked, board, msgspec.json.encode((own, pace)))
+            self._calls.begin()
         except BaseException:
             self.close()
             raise
