@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -30,6 +31,9 @@ from mstore.clusters.pilots import (
 )
 from mstore.clusters.slurm import Asked, parsed
 from mstore.terms.errors import BadRequest, Incompatible, Interrupted, NotFound, Unavailable
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "howto" / "cluster-slurm.md"
 
 
 class Queue:
@@ -489,3 +493,16 @@ def test_what_squeue_says() -> None:
         "7_5": Standing(Stage.OVER, 0, "CANCELLED"),
         "7_6": Standing(Stage.OVER, 0, "SOMETHING_NEW"),
     }
+
+
+def test_the_page_has_each_key_and_no_other_error() -> None:
+    """docs/howto/cluster-slurm.md lists the keys that there are, and errors that exist."""
+    keys, errors = re.findall(r"^\|---\|.*\n((?:\|.*\n)+)", PAGE.read_text(), re.M)[0::2]
+    listed = [key for row in keys.splitlines() for key in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(listed) == sorted(slurm._KEYS)
+    sources = "".join(
+        path.read_text() for path in (ROOT / "mstore" / "clusters").glob("*.py")
+    ).replace("{_MOST_ATTEMPTS}", "4")
+    told = re.findall(r"^\| `([^`]+)`", errors, re.M)
+    assert len(told) == 7
+    assert [one for one in told if one not in sources] == []
