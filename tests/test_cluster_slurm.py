@@ -41,6 +41,7 @@ EXPERTS = ("e0", "e1", "e2", "e3")
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Path]:
     """A Slurm of this machine: where its files are."""
+    pytest.importorskip("submitit")
     # A short path: sockets lie in it.
     directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     started = subprocess.run(
