@@ -85,22 +85,21 @@ def make(path: Path, experts: int) -> None:
                 # As lengths would be if blocks were stored packed.
                 stored = int(plain * rng.uniform(0.5, 1.0))
                 entries.append(PackEntry(ids[at : at + 32], Kind.BLOCK, 1, 2, 4096, stored, plain))
-        # The first part stands for the header, whose bytes nobody reads here.
-        header = next(iter(records.values())).id()
-        parts = [Part(None, header, 0)]
-        parts += [Part(tensor, record.id(), record.nbytes) for tensor, record in records.items()]
-        size = sum(part.nbytes for part in parts)
-        manifest = Manifest((File("model.safetensors", SAFETENSORS, size, tuple(parts)),))
         pack = SealedPack(PackId.of(name.encode()), path, 4096, tuple(entries))
         parents = (Parent(BASE, base_snapshot),) if number else ()
-        snapshot = SnapshotRecord(
-            manifest.id(), parents, "add", None, "", None, None, "", number, "bench"
-        )
-        base_snapshot = base_snapshot or snapshot.id()
         with Transaction(catalog, "bench") as transaction:
             for record in records.values():
                 transaction.put_record(record)
+            # Merging reads the header.
+            parts = [transaction.put_bytes(_header(records), "model.safetensors")]
+            parts += [Part(own, one.id(), one.nbytes) for own, one in records.items()]
+            size = sum(part.nbytes for part in parts)
+            manifest = Manifest((File("model.safetensors", SAFETENSORS, size, tuple(parts)),))
             transaction.put_record(manifest)
+            snapshot = SnapshotRecord(
+                manifest.id(), parents, "add", None, "", None, None, "", number, "bench"
+            )
+            base_snapshot = base_snapshot or snapshot.id()
             transaction.commit(
                 snapshots=[snapshot],
                 moves=[RefMove(name, None, refs.Ref(refs.BRANCH, snapshot.id()), "bench")],
@@ -117,6 +116,17 @@ def make(path: Path, experts: int) -> None:
     statistics.flush()
     statistics.close()
     catalog.close()
+
+
+def _header(records: dict[str, Any]) -> bytes:
+    entries, at = {}, 0
+    for tensor, record in records.items():
+        end = at + record.nbytes
+        entries[tensor] = {"dtype": "BF16", "shape": record.shape, "data_offsets": (at, end)}
+        at = end
+    raw = json.dumps(entries).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
 
 
 def _table(rng: np.random.Generator, elements: int) -> Any:

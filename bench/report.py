@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import page_adapters
+import page_cluster_sim
 import page_decoding
 import page_density
 import page_estimates
@@ -74,6 +75,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "segments": page_segments.section,
     "remote": page_remote.section,
     "lazy": page_lazy.section,
+    "cluster_sim": page_cluster_sim.section,
     "first": page_first.section,
     "start": page_start.section,
     "small": page_small.section,

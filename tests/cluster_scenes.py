@@ -5,15 +5,24 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import shutil
-from collections.abc import Callable, Sequence
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import families
 import numpy as np
+import pytest
 from families import BLOCK, Family
 
 from mstore import MergeRequest
@@ -23,7 +32,6 @@ from mstore.clusters.merging import on_cluster
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.merge.running.delivery import Delivery
 from mstore.merge.running.engine import MEMORY, Resources, run_plan
-from mstore.merge.running.runners import execute
 from mstore.merge.running.slices import Receipt, Slice
 from mstore.remotes.layout import pack_name
 from mstore.store.objects.plan import Plan
@@ -32,6 +40,7 @@ from mstore.terms.ids import ManifestId
 
 REMOTE = "origin"
 EXPERTS = ("e0", "e1", "e2", "e3")
+_TOKEN = secrets.token_hex(16)
 SMALL = 2 * BLOCK
 """Bytes of output a slice, so that a small family has many."""
 
@@ -96,7 +105,7 @@ class Scene:
         remote: str | None = REMOTE,
         push: bool = False,
         name: str = "m",
-        around: Callable[[Engine], Any] = lambda engine: engine,
+        around: Callable[[Any], Any] = lambda engine: engine,
         **options: Any,
     ) -> Merged:
         """Run a plan on a cluster in small slices, without a memo table.
@@ -164,6 +173,151 @@ class Scene:
             return other.show(name).manifest == manifest
 
 
+@contextmanager
+def processes() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start processes, each a group of its own; all of them are killed afterwards."""
+    own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: str) -> subprocess.Popen[bytes]:
+        started.append(
+            subprocess.Popen(
+                words,
+                env=own,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for one in started:
+            with suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
+
+
+@dataclass
+class Cluster:
+    """A cluster that a test started.
+
+    address: as a user gives it. scheduler: the process whose end is the cluster's. victims: the
+    processes that compute now.
+    """
+
+    address: str
+    scheduler: subprocess.Popen[bytes]
+    victims: Callable[[], list[int]]
+
+
+@contextmanager
+def dask_cluster(path: Path, *, nanny: bool = False) -> Iterator[Cluster]:
+    """A scheduler of Dask and two workers, each a process of its own, as a team runs them.
+
+    nanny: whether a worker that dies is started again.
+    """
+    distributed = pytest.importorskip("distributed")
+    file = path / "scheduler.json"
+    file.unlink(missing_ok=True)
+    run = [sys.executable, "-m"]
+    common = ["--host", "127.0.0.1", "--no-dashboard", "--scheduler-file", str(file)]
+    with processes() as start:
+        scheduler = start(*run, "distributed.cli.dask_scheduler", "--port", "0", *common)
+        wait_for(file.exists)
+        options = ["--nthreads", "1", "--local-directory", str(path), "--death-timeout", "60"]
+        options.append("--nanny" if nanny else "--no-nanny")
+        workers = [start(*run, "distributed.cli.dask_worker", *common, *options) for _ in range(2)]
+
+        def victims() -> list[int]:
+            # With a nanny, its child is the worker.
+            return [
+                pid
+                for one in workers
+                for pid in (children_of(one.pid) if nanny else [one.pid])
+                if b"spawn_main" in command_of(pid) or not nanny
+            ]
+
+        with distributed.Client(scheduler_file=str(file), set_as_default=False) as client:
+            client.wait_for_workers(2, timeout=300)
+        yield Cluster(f"dask:{file}", scheduler, victims)
+
+
+@contextmanager
+def ray_cluster(patch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head of Ray with two processors."""
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    patch.setenv("RAY_AUTH_MODE", "token")
+    patch.setenv("RAY_AUTH_TOKEN", _TOKEN)
+    # It reads these when it is imported, and never again.
+    pytest.importorskip("ray")
+    port = free_port()
+    patch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"]
+    options = ["--num-cpus", "2", "--include-dashboard=false", "--port", str(port)]
+    options += ["--node-ip-address", "127.0.0.1", "--object-store-memory", str(80 << 20)]
+    with processes() as start:
+        head = start(*ray, *options, "--disable-usage-stats")
+
+        def victims() -> list[int]:
+            every = [int(one.name) for one in Path("/proc").iterdir() if one.name.isdecimal()]
+            return [
+                pid
+                for pid in every
+                if command_of(pid).startswith(b"ray::merge") and group_of(pid) == head.pid
+            ]
+
+        def is_up() -> bool:
+            check = [ray[0], "health-check", "--address", f"127.0.0.1:{port}"]
+            return subprocess.run(check, capture_output=True, check=False).returncode == 0
+
+        wait_for(is_up)
+        yield Cluster("ray:auto", head, victims)
+
+
+def command_of(pid: int) -> bytes:
+    """The command line of a process; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def group_of(pid: int) -> int:
+    """The session of a process, which is that of the process that began it; 0 if it is gone."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process."""
+    try:
+        # Any thread may have begun one.
+        texts = [one.read_text() for one in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return []
+    return [int(one) for text in texts for one in text.split()]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def wait_for(is_so: Callable[[], object], seconds: float = 300.0) -> None:
+    """Wait until something is so."""
+    began = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.05)
+
+
 class Standing:
     """Something between a merge and its engine: it sees each slice, and may do otherwise."""
 
@@ -216,7 +370,7 @@ class AtOnce(AnyExecutor):
             future.set_exception(error)
         return future
 
-    def slots(self) -> int:
+    def count(self) -> int:
         return 1
 
 
@@ -230,18 +384,3 @@ class Inline(Executor):
 def expert_bytes(slices: Sequence[Slice]) -> int:
     """Bytes at rest that these slices read of experts."""
     return sum(one.expert_bytes for one in slices)
-
-
-__all__ = [
-    "EXPERTS",
-    "REMOTE",
-    "SMALL",
-    "AtOnce",
-    "Failing",
-    "Inline",
-    "Scene",
-    "Standing",
-    "build",
-    "execute",
-    "expert_bytes",
-]

@@ -134,6 +134,6 @@ def test_options_of_a_merge_are_in_groups() -> None:
     groups = [line for line in text.splitlines() if re.fullmatch(r"[A-Z][a-z ]+:", line)]
     assert groups == [
         *("What to merge:", "Which tensors:", "How much to read:", "The result:"),
-        *("Options:", "Global options:"),
+        *("Where it is computed:", "Options:", "Global options:"),
     ]
     assert text.index("How much to read:") < text.index("--budget ") < text.index("The result:")

@@ -295,7 +295,9 @@ def test_another_mstore(make: Make, tmp_path: Path) -> None:
     own = Hello.own()
     queue = make(1, wanted=msgspec.structs.replace(own, code="0" * 16))
     future = queue.calls.call("a", runs.note, tmp_path / "ran", "a")
-    with pytest.raises(Incompatible, match=r"worker 9_0 \(.*:\d+\): it has mstore .* with other"):
+    with pytest.raises(
+        Incompatible, match=r"worker 9_0 \(.*:\d+\): its version of mstore is .* with other"
+    ):
         future.result(60)
     with pytest.raises(Incompatible):
         queue.calls.some_running()

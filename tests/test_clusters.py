@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,9 @@ from cluster_scenes import (
     Scene,
     Standing,
     build,
+    dask_cluster,
     expert_bytes,
+    wait_for,
 )
 from families import BLOCK
 from servers import Server
@@ -73,52 +74,6 @@ def bucket(copied: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> Itera
 # -- engines -------------------------------------------------------------------------------------
 
 
-@contextmanager
-def dask_scheduler(path: Path) -> Iterator[str]:
-    """A scheduler of Dask and two workers, each a process of its own, as a team runs them."""
-    distributed = pytest.importorskip("distributed")
-    file = path / "scheduler.json"
-    run = [sys.executable, "-m"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    given = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(file)]
-    processes = [
-        subprocess.Popen(
-            [*run, "distributed.cli.dask_scheduler", *given],
-            env=own,
-            **quiet,  # type: ignore[call-overload]
-        )
-    ]
-    try:
-        wait_for(file.exists)
-        for number in range(2):
-            options = ["--nthreads", "1", "--no-nanny", "--no-dashboard", "--name", f"w{number}"]
-            options += ["--local-directory", str(path), "--host", "127.0.0.1"]
-            options += ["--scheduler-file", str(file), "--death-timeout", "60"]
-            processes.append(
-                subprocess.Popen(
-                    [*run, "distributed.cli.dask_worker", *options],
-                    env=own,
-                    **quiet,  # type: ignore[call-overload]
-                )
-            )
-        with distributed.Client(scheduler_file=str(file), set_as_default=False) as client:
-            client.wait_for_workers(2, timeout=300)
-        yield f"dask:{file}"
-    finally:
-        for one in processes:
-            one.kill()
-            one.wait()
-
-
-def wait_for(is_so: Any, seconds: float = 300.0) -> None:
-    """Wait until something is so."""
-    began = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - began < seconds
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def local() -> str:
     """Two processes of this machine."""
@@ -128,8 +83,8 @@ def local() -> str:
 @pytest.fixture
 def dask(tmp_path: Path) -> Iterator[str]:
     """Two workers of Dask."""
-    with dask_scheduler(tmp_path) as found:
-        yield found
+    with dask_cluster(tmp_path) as found:
+        yield found.address
 
 
 # -- the same content ----------------------------------------------------------------------------
@@ -539,7 +494,11 @@ class Told(AnyExecutor):
 @pytest.mark.parametrize(
     ("other", "error", "what"),
     [
-        ({"version": "0.0.1"}, Incompatible, "it has mstore 0.0.1, this process "),
+        (
+            {"version": "0.0.1"},
+            Incompatible,
+            "version of mstore is 0.0.1, that of this process ",
+        ),
         ({"code": "f" * 16}, Incompatible, "with other sources"),
         ({"problem": "the connection is refused"}, Unavailable, "the connection is refused"),
         ({"scratch_bytes": 1000}, Unavailable, "it has 1000 B of scratch space"),

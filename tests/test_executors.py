@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -31,8 +30,6 @@ from mstore.terms.ids import ManifestId, PlanId
 
 SMALL = 3 * BLOCK
 """Bytes of output a slice, so that a small family has several."""
-
-PAGE = Path(__file__).parent.parent / "docs" / "howto" / "cluster.md"
 
 KILLED = 2
 """The slice whose worker is killed; two were finished before."""
@@ -169,12 +166,15 @@ def dask_once(dask_cluster: Any) -> Executor:
 
 
 def ray_executor(**options: Any) -> Executor:
-    """Ray's tasks as an executor: the class that docs/howto/cluster.md shows."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (source,) = [block for block in blocks if "class RayExecutor" in block]
-    names: dict[str, Any] = {}
-    exec(source, names)
-    return names["RayExecutor"](**options)  # type: ignore[no-any-return]
+    """Ray's tasks as an executor."""
+    import ray
+
+    class RayExecutor(Executor):
+        def submit(self, run: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+            task = ray.remote(run).options(**options)
+            return task.remote(*given, **named).future()  # type: ignore[no-any-return]
+
+    return RayExecutor()
 
 
 @pytest.fixture(scope="module")

@@ -202,10 +202,7 @@ class RemoteDelivery(Delivery):
         remote.make_directory()
         self._state = remote.state()
         self._uuid = str(self._state.root.uuid)
-        places = RemotePlaces(remote, self._state)
-        self._there = places
-        self.places = _PlacesThere(remote, places)
-        self._written = 0
+        self.places = _PlacesThere(remote, RemotePlaces(remote, self._state))
 
     def workplace(self, directory: Path) -> Workplace:
         return AtRemote(self._config)
@@ -216,10 +213,13 @@ class RemoteDelivery(Delivery):
             write_away(path, self._uuid, pack)
             write_receipt(path, results)
 
-    def found(self, receipt: Path) -> Delivered | None:
+    def _here(self, receipt: Path) -> SealedPack | None:
+        """Return the pack that lies beside a receipt, if that is sound."""
         path = receipt.with_suffix(PACK)
-        if fs.is_there(path):
-            return sound_pack(path, self._catalog)
+        return sound_pack(path, self._catalog) if fs.is_there(path) else None
+
+    def _there(self, receipt: Path) -> SentPack | None:
+        """Return the pack at this remote that a receipt is of, if that is there."""
         pack = pack_away(receipt, self._uuid)
         if pack is None:
             return None
@@ -237,6 +237,13 @@ class FetchedDelivery(RemoteDelivery):
     def __init__(self, catalog: Catalog, remote: Remote, config: RemoteConfig) -> None:
         super().__init__(catalog, remote, config)
         self._fetched: list[PackId] = []
+
+    def found(self, receipt: Path) -> Delivered | None:
+        here, there = self._here(receipt), self._there(receipt)
+        if here is None or there is None:
+            return here or there
+        self._fetched.append(there.id)
+        return here
 
     def adopt(self, sink: Transaction, pack: Delivered) -> Sequence[BlockId]:
         if isinstance(pack, SealedPack):
@@ -346,6 +353,9 @@ class PushedDelivery(RemoteDelivery):
         self._jobs = jobs
         self._progress = progress
         self._sent: list[SentPack] = []
+
+    def found(self, receipt: Path) -> Delivered | None:
+        return self._there(receipt) or self._here(receipt)
 
     def adopt(self, sink: Transaction, pack: Delivered) -> Sequence[BlockId]:
         if isinstance(pack, SealedPack):

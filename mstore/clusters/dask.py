@@ -47,17 +47,17 @@ class Dask(Engine):
                 where=address,
                 hint="check the address, or start one: dask scheduler",
             ) from error
-        self._executor: Any = self._client.get_executor(pure=False)
+        self._executor: Any = self._client.get_executor(pure=False)  # type: ignore[no-untyped-call]
 
     def call(self, label: str, run: Callable[..., T], *given: Any) -> Future[T]:
         # Dask groups tasks by what comes before the last dash.
-        key = f"mstore {label}-{uuid4().hex[:8]}"
+        key = f"{label}-{uuid4().hex[:8]}"
         future: Future[T] = self._executor.submit(run, *given, key=key)
         return future
 
-    def slots(self) -> int:
+    def count(self) -> int:
         threads: dict[str, int] = self._client.nthreads()
-        return max(1, sum(threads.values()))
+        return sum(threads.values())
 
     def each(self, run: Callable[..., T], *given: Any) -> dict[str, T]:
         # A cluster that grows with its work has no worker before a task waits for one.

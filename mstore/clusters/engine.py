@@ -5,8 +5,10 @@ mstore schedules nothing: an engine is what a team runs already, or Python's own
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
@@ -23,6 +25,8 @@ from mstore.merge.running.slices import Receipt, Slice
 from mstore.terms.errors import BadRequest
 
 T = TypeVar("T")
+_KNOWN: Final = 5.0
+"""Seconds until an engine is asked again how many workers it has."""
 _UNKNOWN_SLOTS: Final = 31
 """Where an executor does not say how many it runs at once."""
 
@@ -47,6 +51,8 @@ class Engine(ABC):
     where: str
     threads: int = 1
     """How many a slice has, unless the caller says so."""
+    _slots: int = 1
+    _asked: float = -math.inf
 
     @abstractmethod
     def call(self, label: str, run: Callable[..., T], *given: Any) -> Future[T]:
@@ -57,8 +63,17 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def count(self) -> int:
+        """Return how many calls run at a time now. May ask the engine, and raise what it raises."""
+
     def slots(self) -> int:
-        """Return how many calls run at a time, as far as that is known now; 1 or more."""
+        """Return how many calls run at a time, as far as that is known; 1 or more."""
+        if time.monotonic() - self._asked > _KNOWN:
+            self._asked = time.monotonic()
+            # Where the engine is gone, what it runs says so.
+            with suppress(Exception):
+                self._slots = max(1, self.count())
+        return self._slots
 
     def each(self, run: Callable[..., T], *given: Any) -> dict[str, T]:
         """Run a call on each worker that there is; return the results by the workers' names.
@@ -69,7 +84,7 @@ class Engine(ABC):
 
     def submit(self, slice: Slice) -> Future[Receipt]:
         """Have a slice computed. Raises as `call`."""
-        return self.call(slice.label, execute, slice)
+        return self.call(f"merge slice {slice.label}", execute, slice)
 
     def is_lost(self, error: Exception) -> bool:
         """Return whether a call failed because its worker died, and nobody runs it again."""
@@ -107,7 +122,7 @@ class AnyExecutor(Engine):
             )
         return future
 
-    def slots(self) -> int:
+    def count(self) -> int:
         known = getattr(self._executor, "_max_workers", None)
         return known if isinstance(known, int) and known > 0 else _UNKNOWN_SLOTS
 
@@ -116,7 +131,7 @@ class LocalProcesses(Engine):
     """Processes of this machine: as many as asked for. One that dies is replaced."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self._number = count
         self.threads = max(1, len(os.sched_getaffinity(0)) // count)
         self._lock = Lock()
         self._pool = self._new()
@@ -125,7 +140,7 @@ class LocalProcesses(Engine):
     def _new(self) -> ProcessPoolExecutor:
         # A forked child has none of the parent's threads, and may wait for their locks for ever.
         return ProcessPoolExecutor(
-            self._count, multiprocessing.get_context("spawn"), initializer=_ignore_ctrl_c
+            self._number, multiprocessing.get_context("spawn"), initializer=_ignore_ctrl_c
         )
 
     def call(self, label: str, run: Callable[..., T], *given: Any) -> Future[T]:
@@ -138,8 +153,8 @@ class LocalProcesses(Engine):
                 self._pool = self._new()
                 return self._pool.submit(run, *given)
 
-    def slots(self) -> int:
-        return self._count
+    def count(self) -> int:
+        return self._number
 
     def is_lost(self, error: Exception) -> bool:
         return isinstance(error, BrokenExecutor)

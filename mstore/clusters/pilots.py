@@ -483,7 +483,7 @@ class Coordinator:
                 is_other = hello.version != self._own.version
                 what = hello.version if is_other else f"{hello.version} with other sources"
                 raise Incompatible(
-                    f"it has mstore {what}, this process {self._own.version}",
+                    f"its version of mstore is {what}, that of this process {self._own.version}",
                     where=f"worker {_job(pilot)} ({hello.worker})",
                     hint=f"install the same on both: pip install mstore=={self._own.version}",
                 )

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from mstore import fs
 from mstore.clusters.engine import Engine, sources
 from mstore.merge.running.runners import worker_name
 from mstore.merge.running.workplace import Workplace
@@ -80,7 +80,7 @@ def require_able(engine: Engine, workplace: Workplace, *, memory: int, slice_byt
             is_other = told.version != own_version
             what = told.version if is_other else f"{told.version} with other sources"
             raise Incompatible(
-                f"it has mstore {what}, this process {own_version}",
+                f"its version of mstore is {what}, that of this process {own_version}",
                 where=where,
                 hint=f"install the same on both: pip install mstore=={own_version}",
             )
@@ -115,5 +115,6 @@ def _memory() -> int:
 
 def scratch_bytes() -> int:
     """Return the bytes that are free where temporary files go."""
-    status = os.statvfs(tempfile.gettempdir())
+    with fs.scratch() as path:
+        status = os.statvfs(path)
     return status.f_bavail * status.f_frsize

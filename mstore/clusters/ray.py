@@ -44,22 +44,22 @@ class Ray(Engine):
                 raise Unavailable(
                     f"there is no Ray cluster: {str(error).partition('. ')[0]}",
                     where=address,
-                    hint="check the address, or start one: ray start --head",
+                    hint="check the address and RAY_AUTH_TOKEN; `ray start` starts one",
                 ) from error
 
     def call(self, label: str, run: Callable[..., T], *given: Any) -> Future[T]:
         return self._called(label, run, *given)
 
     def _called(self, label: str, run: Callable[..., T], *given: Any, **options: Any) -> Future[T]:
-        named = {"name": f"mstore {label}", **options}
+        named = {"name": label, **options}
         reference = self._ray.remote(run).options(**named).remote(*given)
         future: Future[T] = reference.future()
         self._tasks[future] = reference
         future.add_done_callback(lambda done: self._tasks.pop(done, None))
         return future
 
-    def slots(self) -> int:
-        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+    def count(self) -> int:
+        return int(self._ray.cluster_resources().get("CPU", 1))
 
     def each(self, run: Callable[..., T], *given: Any) -> dict[str, T]:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

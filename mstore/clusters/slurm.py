@@ -323,8 +323,8 @@ class Slurm(Engine):
     def call(self, label: str, run: Callable[..., T], *given: Any) -> Future[T]:
         return self._calls.call(label, run, *given)
 
-    def slots(self) -> int:
-        return max(1, len(self._calls.running()))
+    def count(self) -> int:
+        return len(self._calls.running())
 
     def each(self, run: Callable[..., T], *given: Any) -> dict[str, T]:
         """Run a call on each pilot that runs; wait for the first.

@@ -69,7 +69,8 @@ def write_away(path: Path, remote: str, pack: SentPack) -> None:
 
 def pack_away(receipt: Path, remote: str) -> SentPack | None:
     """Return the pack at this remote that a receipt is of; None if it is of another, or damaged."""
-    data = _read(receipt.with_suffix(AWAY), _AWAY_MAGIC)
+    path = receipt.with_suffix(AWAY)
+    data = _read(path, _AWAY_MAGIC) if fs.is_there(path) else None
     try:
         uuid, pack, size, table = ("", b"", 0, b"") if data is None else _away(data)
         return SentPack(PackId(pack), size, table) if uuid == remote else None

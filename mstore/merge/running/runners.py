@@ -320,13 +320,17 @@ class RemoteRunner:
                 # Before submission: no worker knows what the others read.
                 self._expert_meter.charge(slice.expert_bytes)
                 self._submit(slice)
-                while len(self._waiting) >= _AHEAD[0] * self._workers.slots() + _AHEAD[1]:
+                # What is finished is kept at once: this process may die, too.
+                while self._is_full() or any(one.done() for one in self._waiting):
                     self._receive_some(work)
             while self._waiting:
                 self._receive_some(work, is_end=True)
         except BaseException:
             self._end()
             raise
+
+    def _is_full(self) -> bool:
+        return len(self._waiting) >= _AHEAD[0] * self._workers.slots() + _AHEAD[1]
 
     def _submit(self, slice: Slice) -> None:
         self._attempts[slice.number] += 1

@@ -1,0 +1,259 @@
+"""The section of bench/cluster_sim.py: a merge on many workers, simulated."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+from tables import MIB, Told, aim, machine, table
+
+HEAD = """\
+{machine} `python bench/cluster_sim.py WORK`.
+Simulated time: the parts were measured here, with one thread; nothing ran on more than two
+processes, and others used the machine. TIES at a density of 0.2, {experts} experts, shapes of Llama
+3 in bf16, experts at {delta:.0f} % of their plain size. A worker has 8 cores, which count as 8
+threads, one slice at a time, and 10 Gbit/s in each direction; the store has 100 Gbit/s in all and
+answers a request in 10 ms, 8 of a worker at once. A store of another kind is in a table below.
+The plan is there before. *Efficiency* is against one such worker.
+"""
+PARTS = """\
+### What a thread does
+
+For a MiB of output or of an expert, plus {unexplained:.0f} % of whole slices that no part explains.
+"""
+VALIDATION = """\
+### Beside real workers
+
+{experts} experts of {millions:.0f} million parameters, everything read, {slices} slices, a remote
+that is a directory: workers are processes that have computed before, with one thread each. Seconds
+of the fastest of {rounds} rounds, with the share of the processors that others took in it; CPU
+seconds are medians, of all processes.
+"""
+LIMITS = """\
+### What limits
+
+Seconds that each part would need alone, and what all take; *workers* is the time of one worker,
+divided by their number. A tensor whose quota of ties ends within it is never cut, and with TIES
+that was every tensor of the merges that were measured.
+"""
+CHANGES = """\
+### What would mend it
+
+70 B, 10 %: seconds, and efficiency against one worker with the same changes. *All* is all of them
+but *largest first*, which is for slices that cannot be cut.
+"""
+COORDINATOR = """\
+### The coordinator
+
+Real slices, receipts, adoption and push, with workers that pretend: 20 experts of 8 B parameters;
+and {slices:,} slices of {blocks:,} blocks in all, of one expert.
+"""
+DEATHS = """\
+Deaths an hour and worker, 405 B, 100 %: what they add, and slices that ran again; means of five
+draws.
+"""
+COUNTS = ("1", "2", "4", "8", "16", "32", "64", "128", "256")
+LIMITED = ("16", "128", "256")
+LEAST = {"16": 0.8, "128": 0.6}
+AIMED = "70 B, 10 %"
+MOST_SENT, MOST_RECEIVED, MOST_MEMORY, LEAST_OF_THREADS = 100, 200, 512, 0.8
+
+
+def section(told: Told) -> str:
+    """The section of bench/cluster_sim.py."""
+    rates, scale = told["rates"]["rates"], told["scale"]
+    head = HEAD.format(machine=machine(told), experts=20, delta=100 * rates["delta_share"])
+    return "\n".join(
+        [
+            "## Merges on clusters, simulated\n",
+            head,
+            *_models(scale),
+            *_limits(scale),
+            *_changes(scale),
+            *_others(scale),
+            *_parts(told),
+            *_validation(told),
+            *_coordinator(told),
+        ]
+    )
+
+
+def _models(scale: Told) -> list[str]:
+    rows = []
+    for name, found in scale["models"].items():
+        times = {count: one["seconds"] for count, one in found["workers"].items()}
+        first = found["workers"]["1"]
+        rows.append(
+            (
+                name,
+                f"{found['slices']:,}",
+                f"{found['largest']:,.0f}",
+                f"{(first['fetched'] + first['put']) / 1e9:,.0f}",
+                f"{times['1']:,.0f}",
+                *(f"{_efficiency(times, count):.2f}" for count in COUNTS[1:]),
+            )
+        )
+    head = ("", "slices", "largest, MiB", "GB moved", "1 worker, s", *COUNTS[1:])
+    aimed = {n: one["seconds"] for n, one in scale["models"][AIMED]["workers"].items()}
+    return [
+        table(head, rows),
+        *(
+            aim(
+                f"{least} with {count} workers, {AIMED} ({_efficiency(aimed, count):.2f})",
+                met=_efficiency(aimed, count) >= least,
+            )
+            for count, least in LEAST.items()
+        ),
+    ]
+
+
+def _efficiency(times: Mapping[str, float], count: str) -> float:
+    return times["1"] / int(count) / times[count]
+
+
+def _limits(scale: Told) -> list[str]:
+    rows = []
+    for name, found in scale["limits"].items():
+        for count in LIMITED:
+            one = found[count]
+            rows.append((name, count, *(f"{value:.1f}" for value in one.values())))
+    names = list(scale["limits"][AIMED]["16"])
+    return [LIMITS, table(("", "number", *names), rows)]
+
+
+def _changes(scale: Told) -> list[str]:
+    parts = [CHANGES]
+    for place, found in scale["proposals"].items():
+        rows = [
+            (
+                name,
+                f"{times['1']:.0f}",
+                *(f"{times[count]:.1f} ({_efficiency(times, count):.2f})" for count in LIMITED),
+                *(f"{found['as it is'][count] / times[count]:.2f}" for count in LIMITED),
+            )
+            for name, times in found.items()
+        ]
+        factors = tuple(f"factor, {count}" for count in LIMITED)
+        parts.append(table((place, "1 worker", *LIMITED, *factors), rows))
+    return parts
+
+
+def _others(scale: Told) -> list[str]:
+    rows = []
+    for name, found in scale["others"].items():
+        times = {count: one["seconds"] for count, one in found.items()}
+        cells = [f"{times[n]:.1f} ({_efficiency(times, n):.2f})" for n in LIMITED]
+        rows.append((name, f"{times['1']:.0f}", *cells))
+    deaths = []
+    for rate, found in scale["deaths, 405 B, 100 %"].items():
+        cells = []
+        for count in LIMITED:
+            seconds = statistics.mean(one["seconds"] for one in found[count])
+            before = scale["deaths, 405 B, 100 %"]["0.0"][count][0]
+            again = statistics.mean(one["runs"] for one in found[count]) - before["runs"]
+            cells.append(f"{100 * (seconds / before['seconds'] - 1):.1f} % ({again:.0f})")
+        deaths.append((rate, *cells))
+    return [
+        "### Other places, 70 B, 10 %, as it is\n",
+        table(("", "1 worker", *LIMITED), rows),
+        DEATHS,
+        table(("deaths", *LIMITED), deaths),
+    ]
+
+
+def _parts(told: Told) -> list[str]:
+    found, rates = told["rates"], told["rates"]["rates"]
+    names = ("base", "delta", "mix_each", "hash", "encode", "write", "block")
+    rows = [(name, f"{rates[name] * 1e3:.3f}") for name in names]
+    rows += [
+        ("seal, a pack", f"{rates['seal'] * 1e3:.1f}"),
+        ("open the workplace, a slice", f"{rates['start'] * 1e3:.2f}"),
+        ("unpickle, a block that is read", f"{rates['start_source'] * 1e3:.4f}"),
+        ("put, a MiB", f"{MIB / found['put_bytes_s'] * 1e3:.2f}"),
+    ]
+    return [
+        PARTS.format(unexplained=100 * found["unexplained share"]),
+        table(("", "ms"), rows),
+    ]
+
+
+def _validation(told: Told) -> list[str]:
+    found = told["validation"]
+    rows = []
+    walls, spent = {}, {}
+    for name, runs in found["ways"].items():
+        best = min(runs, key=lambda row: float(row["wall"]))
+        walls[name] = best["wall"]
+        spent[name] = statistics.median(row["cpu"] for row in runs)
+        rows.append(
+            (name, f"{best['wall']:.1f}", f"{100 * best['others']:.0f} %", f"{spent[name]:.1f}")
+        )
+    compared = [
+        (
+            name,
+            *(f"{one[key]:.1f}" for key in ("measured", "simulated")),
+            f"{one['error']:+.0f} %",
+            *(f"{one[key]:.1f}" for key in ("measured busy", "simulated busy")),
+            f"{one['error of busy']:+.0f} %",
+        )
+        for name, one in found["compared"].items()
+    ]
+    share = walls["2 threads"] / walls["2 workers"]
+    rounds = len(found["ways"]["1 thread"])
+    return [
+        VALIDATION.format(**told["family"], slices=found["slices"], rounds=rounds),
+        table(("", "s", "others took", "CPU s"), rows),
+        table(
+            ("slices only", "s", "simulated", "error", "workers' CPU s", "simulated", "error"),
+            compared,
+        ),
+        aim(
+            f"two workers at {LEAST_OF_THREADS} of the speed of two threads ({share:.2f}; in "
+            f"processor time {spent['2 threads'] / spent['2 workers']:.2f})",
+            met=share >= LEAST_OF_THREADS,
+        ),
+    ]
+
+
+def _coordinator(told: Told) -> list[str]:
+    some = {**{k: v for k, v in told["coordinator"].items() if "," not in k},
+            "10,000 slices": told["receipts"]}  # fmt: skip
+    names = ("start", "make", "hand out", "receive", "commit")
+    rows = [
+        (
+            name,
+            f"{one['slices']:,}",
+            f"{one['sources']:,}",
+            *(f"{one['seconds'][part]:.1f}" for part in names),
+            f"{one['bytes sent for a block read']:.0f}",
+            f"{one['bytes received for a block']:.0f}",
+            f"{one['anonymous']['start'] / MIB:.0f}",
+            f"{max(one['anonymous'][part] for part in ('run', 'commit')) / MIB:.0f}",
+        )
+        for name, one in some.items()
+    ]
+    held = told["receipts"]["held"]
+    blocks, kept = told["receipts"]["blocks"], told["receipts"]["held blocks"]
+    sent = max(one["bytes sent for a block read"] for one in some.values())
+    received = max(one["bytes received for a block"] for one in some.values())
+    peak = max(one["anonymous"][part] for one in some.values()
+               for part in ("start", "run", "commit")) / MIB  # fmt: skip
+    head = (
+        *("", "slices", "blocks read", *(f"{part}, s" for part in names)),
+        *("bytes sent, a block read", "bytes received, an output block"),
+        *("MiB at start", "MiB after"),
+    )
+    return [
+        COORDINATOR.format(slices=told["receipts"]["slices"], blocks=blocks),
+        table(head, rows),
+        table(
+            (f"holds, of {told['receipts']['held slices']:,} slices", "MiB", "bytes, a block"),
+            [(name, f"{size / MIB:.1f}", f"{size / kept:.0f}") for name, size in held.items()],
+        ),
+        aim(f"{MOST_SENT} bytes for a block that is read ({sent:.0f})", met=sent <= MOST_SENT),
+        aim(
+            f"{MOST_RECEIVED} bytes for an output block ({received:.0f})",
+            met=received <= MOST_RECEIVED,
+        ),
+        aim(f"under {MOST_MEMORY} MiB of memory ({peak:.0f})", met=peak < MOST_MEMORY),
+    ]
