@@ -2,6 +2,7 @@
 
     engine      who hands out slices: the contract, and executors of this machine
     dask, ray, slurm   engines that teams already run
+    pilots      processes that take calls from a directory, for Slurm
     address     what people write for one
     probe       what each worker says of itself before any work
     at_remote   workplaces at a remote: packs are read there, and put there

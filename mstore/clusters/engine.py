@@ -13,9 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from threading import Lock
 from typing import Any, Final, Self, TypeVar
 
+from blake3 import blake3
+
+from mstore import terms
 from mstore.merge.running.runners import execute
 from mstore.merge.running.slices import Receipt, Slice
 from mstore.terms.errors import BadRequest
@@ -25,6 +29,16 @@ _KNOWN: Final = 5.0
 """Seconds until an engine is asked again how many workers it has."""
 _UNKNOWN_SLOTS: Final = 31
 """Where an executor does not say how many it runs at once."""
+
+
+def sources() -> str:
+    """Return a digest of the sources of mstore: other ones may compute other bytes."""
+    root = Path(terms.__file__).parent.parent
+    hasher = blake3()
+    for path in sorted(root.rglob("*.py")):
+        hasher.update(path.relative_to(root).as_posix().encode() + b"\0")
+        hasher.update(path.read_bytes())
+    return hasher.hexdigest()[:16]
 
 
 class Engine(ABC):

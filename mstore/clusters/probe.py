@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from blake3 import blake3
 
-import mstore
 from mstore import fs
-from mstore.clusters.engine import Engine
+from mstore.clusters.engine import Engine, sources
 from mstore.merge.running.runners import worker_name
 from mstore.merge.running.workplace import Workplace
 from mstore.numeric import halves
+from mstore.terms import __version__
 from mstore.terms.errors import Incompatible, MstoreError, Unavailable
 from mstore.terms.phrases import Option, phrase
 from mstore.terms.sizes import format_size
@@ -59,8 +58,8 @@ def facts(workplace: Workplace) -> WorkerFacts:
         problem = str(error)
     return WorkerFacts(
         worker=worker_name(),
-        version=mstore.__version__,
-        code=_code(),
+        version=__version__,
+        code=sources(),
         level=level,
         python=sys.version.split()[0],
         problem=problem,
@@ -74,7 +73,7 @@ def require_able(engine: Engine, workplace: Workplace, *, memory: int, slice_byt
 
     memory: bytes that a slice may take. slice_bytes: of its output.
     """
-    own_version, own_code = mstore.__version__, _code()
+    own_version, own_code = __version__, sources()
     for name, told in engine.each(facts, workplace).items():
         where = f"worker {name}" if name == told.worker else f"worker {name} ({told.worker})"
         if (told.version, told.code) != (own_version, own_code):
@@ -103,16 +102,6 @@ def require_able(engine: Engine, workplace: Workplace, *, memory: int, slice_byt
                 where=where,
                 hint=phrase("{less}", less=Option("memory", told.memory_bytes // 2)),
             )
-
-
-def _code() -> str:
-    """Return a digest of the sources of mstore."""
-    root = Path(mstore.__file__).parent
-    hasher = blake3()
-    for path in sorted(root.rglob("*.py")):
-        hasher.update(path.relative_to(root).as_posix().encode() + b"\0")
-        hasher.update(path.read_bytes())
-    return hasher.hexdigest()[:16]
 
 
 def _memory() -> int:

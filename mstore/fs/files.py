@@ -523,6 +523,15 @@ def scratch() -> Iterator[Path]:
         yield Path(name)
 
 
+def private_directory(above: Path, prefix: str) -> Path:
+    """Make a directory with a new name for this user alone, whatever the umask; in no store."""
+    import tempfile  # late, as above
+
+    with translated(above):
+        announce("mkdir", above)
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=above))
+
+
 def overwrite(path: Path, data: Buffer) -> None:
     """Write a few bytes at the start of a file, created if missing. Neither atomic nor durable.
 
