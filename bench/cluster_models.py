@@ -64,9 +64,22 @@ MODELS: Final = {
 }
 
 
+class _Row(NamedTuple):
+    dtype: str = "BF16"
+
+
 class _Chunk(NamedTuple):
+    """A chunk as the cutter looks at it: of bf16, with so many experts that are read."""
+
     number: int
     out_bytes: int
+    rows: tuple[_Row, ...] = ()
+    base: _Row = _Row()
+
+    @property
+    def n(self) -> int:
+        """Elements."""
+        return self.out_bytes // 2
 
 
 class _Tensor(NamedTuple):

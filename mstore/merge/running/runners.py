@@ -546,7 +546,7 @@ class Cutter:
 
 
 def _work_of(task: ChunkTask) -> int:
-    """Return the plain bytes of all sides and of the output: each is read, decoded, hashed, mixed."""
+    """Return the plain bytes of all sides and of the output: each is read or made, and hashed."""
     sides = sum([item_size(row.dtype) for row in task.rows])
     return task.out_bytes + task.n * (item_size(task.base.dtype) + sides)
 
@@ -557,8 +557,7 @@ class WorkList:
     Complete once `slices` is exhausted and `take` has had every result.
 
     large: bytes of output from which a tensor that is not cut goes before all others; None: all go
-    in file order. jobs: the tensors, by the name they are planned under. headers: new headers of output files, by
-    path.
+    in file order. jobs: the tensors, by the name they are planned under.
     """
 
     def __init__(
