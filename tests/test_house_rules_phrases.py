@@ -19,6 +19,7 @@ from mstore_cli.verbs import VERBS
 ROOT = Path(__file__).resolve().parent.parent
 
 EXEMPT = {
+    ("mstore/clusters/slurm.py", "--cpus-per-task={}"): "an option of srun",
     (
         "mstore/upkeep/backup/destination.py",
         "mstore backup {} {}\n",

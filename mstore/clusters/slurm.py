@@ -317,7 +317,7 @@ class Slurm(Engine):
             raise Unavailable(
                 f"Slurm refuses the jobs: {_last_line(str(error))}",
                 where=self.where,
-                hint="check the address, or try: sbatch --test-only",
+                hint="check the address: sbatch takes the same",
             ) from error
 
     def call(self, label: str, run: Callable[..., T], *given: Any) -> Future[T]:
