@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # The tests start some hundred processes: each would compile its sources where none are kept.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m pytest
 
-.PHONY: setup demo demo-remote test test-rest test-slow slurm fuzz soak remote-soak adversary places check conformance bench-quick format clean
+.PHONY: setup demo demo-remote test test-rest test-slow clusters slurm fuzz soak remote-soak adversary places check conformance bench-quick format clean
 
 setup:
 	@scripts/setup
@@ -31,6 +31,11 @@ test-rest: setup
 
 test-slow: setup
 	@$(PYTEST) -q -m slow
+
+# Merges on Dask and Ray, whose workers and schedulers are killed (Ray: 270 MB are installed).
+clusters: setup
+	@$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[ray]"
+	@$(PYTEST) -q -m slow tests/test_cluster_engines.py tests/test_howto_cluster.py
 
 # Merges on a Slurm of this machine, which is started for it (scripts/slurm; as root, on Debian).
 slurm: setup

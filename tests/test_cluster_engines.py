@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from cluster_scenes import (
     build,
     dask_cluster,
     ray_cluster,
+    wait_for,
 )
 from servers import Server
 
@@ -194,3 +196,68 @@ def test_a_lost_scheduler(
     assert merged.manifest == scene.wanted(plan)
     scene.cleared()
     assert ("m" in {one.name for one in scene.store.remote_contents(REMOTE).refs}) == push
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ctrl_c_leaves_no_task(
+    engine: str, copied: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ctrl-C ends the command and its tasks, publishes nothing, and gc knows every object; the same
+    command then ends the merge."""
+    scene = Scene.at(copied)
+    plan = scene.plan("linear")
+    with started(engine, copied / "cluster", monkeypatch) as cluster:
+        words = ["--store", str(copied / "store"), "merge", "--plan", str(plan.id())]
+        words += ["--name", "m", "--no-memo", "--cluster", cluster.address]
+        words += ["--remote", REMOTE, "--push"]
+        program = tmp_path / "slow.py"
+        program.write_text(SLOW)
+        running = subprocess.Popen(
+            [sys.executable, str(program), *words],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        wait_for(scene.strays)
+        os.killpg(running.pid, signal.SIGINT)
+        _, said = running.communicate(timeout=300)
+        assert running.returncode == 130, said
+        time.sleep(3)
+        left = scene.strays()
+        time.sleep(3)
+        assert scene.strays() == left, "something still computes"
+        assert "m" not in {one.name for one in scene.store.remote_contents(REMOTE).refs}
+        done = subprocess.run(
+            [sys.executable, "-m", "mstore_cli", *words, "--json"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            check=True,
+            capture_output=True,
+        )
+    assert scene.wanted(plan).hex() in done.stdout.decode()
+    scene.cleared()
+
+
+SLOW = """
+import time
+
+import mstore.merge.running.commit as commit
+from mstore.clusters import engine
+from mstore.merge.running import runners
+
+
+def slow(one):
+    time.sleep(0.5)
+    return runners.execute(one)
+
+
+submit = engine.Engine.submit
+engine.Engine.submit = lambda self, one: self.call("slow", slow, one)
+run_merge = commit.run_merge
+commit.run_merge = lambda *given, **named: run_merge(*given, **named, slice_bytes=131072)
+
+if __name__ == "__main__":
+    from mstore_cli.main import main
+
+    main()
+"""
