@@ -502,7 +502,11 @@ class Told(AnyExecutor):
         ({"code": "f" * 16}, Incompatible, "with other sources"),
         ({"problem": "the connection is refused"}, Unavailable, "the connection is refused"),
         ({"scratch_bytes": 1000}, Unavailable, "it has 1000 B of scratch space"),
-        ({"memory_bytes": 1 << 20}, Unavailable, "it may have 1.0 MiB of memory"),
+        (
+            {"memory_bytes": 1 << 20},
+            Unavailable,
+            "it may have 1.0 MiB of memory",
+        ),
     ],
 )
 def test_a_worker_that_differs_is_named(
@@ -520,6 +524,20 @@ def test_a_worker_that_differs_is_named(
     assert "worker w7" in str(refused.value)
     assert refused.value.hint  # type: ignore[attr-defined]
     assert engine.slices == 0
+
+
+def test_a_worker_with_many_threads_needs_as_much_memory(scene: Scene) -> None:
+    """What a worker may have is compared with what all slices take that it computes at a time."""
+
+    class Wide(Told):
+        def share(self, worker: str) -> tuple[int, int | None]:
+            return 4, 1 << 30
+
+    place = AtRemote(scene.store._catalog.config.remotes[0])
+    with pytest.raises(Unavailable, match=r"1.0 GiB of memory; .* computes 4 at a time") as few:
+        probe.require_able(Wide(), place, memory=512 << 20, slice_bytes=1)
+    assert few.value.hint
+    probe.require_able(Wide(), place, memory=256 << 20, slice_bytes=1)
 
 
 def test_a_worker_of_another_level_may_work(scene: Scene) -> None:

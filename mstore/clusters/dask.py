@@ -74,6 +74,10 @@ class Dask(Engine):
         found: dict[str, T] = self._client.run(run, *given)
         return found
 
+    def share(self, worker: str) -> tuple[int, int | None]:
+        told = self._client.scheduler_info(n_workers=-1)["workers"].get(worker, {})
+        return told.get("nthreads", 1), told.get("memory_limit") or None
+
     def close(self) -> None:
         # A slice that nobody waits for ends where it is; its pack is garbage.
         with suppress(Exception):

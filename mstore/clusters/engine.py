@@ -82,6 +82,13 @@ class Engine(ABC):
         """
         return {self.where: self.call("look at the worker", run, *given).result()}
 
+    def share(self, worker: str) -> tuple[int, int | None]:
+        """Return how many calls a worker that `each` named runs at a time, and its memory for them.
+
+        In bytes; None where the engine sets no limit.
+        """
+        return 1, None
+
     def submit(self, slice: Slice) -> Future[Receipt]:
         """Have a slice computed. Raises as `call`."""
         return self.call(f"merge slice {slice.label}", execute, slice)

@@ -95,12 +95,14 @@ def require_able(engine: Engine, workplace: Workplace, *, memory: int, slice_byt
                 where=where,
                 hint="let TMPDIR name a larger disk where the worker is started",
             )
-        if told.memory_bytes < memory:
+        count, limit = engine.share(name)
+        most = told.memory_bytes if limit is None else min(limit, told.memory_bytes)
+        if most < count * memory:
             raise Unavailable(
-                f"it may have {format_size(told.memory_bytes)} of memory, and a slice may take "
-                f"{format_size(memory)}",
+                f"it may have {format_size(most)} of memory; a slice may take "
+                f"{format_size(memory)}, and it computes {count} at a time",
                 where=where,
-                hint=phrase("{less}", less=Option("memory", told.memory_bytes // 2)),
+                hint=phrase("{less}", less=Option("memory", most // (2 * count))),
             )
 
 
