@@ -591,7 +591,7 @@ def test_a_read_beyond_the_plan_is_refused(
     report = place.plan("ties", budget=0.5)
     before = place.store.refs()
     lower = Costs(report.full_expert_bytes, report.planned_expert_bytes - 1)
-    monkeypatch.setattr(engine, "costs_of", lambda catalog, plan: lower)
+    monkeypatch.setattr(engine, "costs_of", lambda *_: lower)
     with pytest.raises(BudgetExceeded, match="the plan allows"):
         place.store.merge(report, name="never", threads=threads, memo=False)
     assert place.store.refs() == before

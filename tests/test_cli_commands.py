@@ -237,7 +237,8 @@ def test_plan_has_the_keys_of_a_merge(copy: Program) -> None:
     """A plan's object has every key of a merge's but its name, null or 0 where nothing is done."""
     plan = copy.succeed("plan", *SHAREABLE, "--json").document
     merge = copy.succeed("merge", "--plan", plan["plan"], "--name", "x", "--json").document
-    assert merge.keys() - plan.keys() == {"name", "new_snapshot", "virtual", "was"}
+    own = {"name", "new_snapshot", "pushed_to", "virtual", "was", "workers"}
+    assert merge.keys() - plan.keys() == own
     assert plan["snapshot"] is None
     assert plan["manifest"] is None
     assert plan["expert_bytes_read"] == plan["base_bytes_read"] == plan["bytes_written"] == 0

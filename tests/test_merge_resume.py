@@ -18,8 +18,8 @@ from families import BLOCK, Family
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.merge.running import finished
 from mstore.merge.running.commit import Merged, run_merge
+from mstore.merge.running.leftovers import rows_of
 from mstore.store.objects.plan import Plan
 from mstore.store.plans import sources_of
 from mstore.terms.errors import Incompatible
@@ -117,7 +117,7 @@ def interrupt(store: Store, plan: Plan, how: str) -> list[Path]:
         path
         for path in (store.path / "tmp").rglob("*.pack")
         # The last may have been cut short.
-        if finished._rows(path.with_suffix(".receipt"))
+        if rows_of(path.with_suffix(".receipt"))
     )
 
 

@@ -259,7 +259,7 @@ def test_counts_do_not_depend_on_who_computes(how: str, expert: str, store: Stor
         given["memo"] = False
     with ThreadPoolExecutor(2) as pool:
         if how == "executor":
-            given |= {"executor": pool, "memo": False}
+            given |= {"cluster": pool, "memo": False}
         if how == "memo":
             plan = store.plan(asked(expert, "base", dtype=dtype, top_p=0.99))
         if expert == "wide":

@@ -6,6 +6,7 @@ import http.server
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -125,10 +126,22 @@ def test_an_unchanged_store_costs_one_request(
 def requests(caplog: pytest.LogCaptureFixture, call: Callable[[], object]) -> list[str]:
     """What a call asks of servers of this process: method, path and status."""
     caplog.clear()
+
+    def seen() -> list[str]:
+        found = (record.args for record in caplog.records if record.name == "mstore_serve.access")
+        return [f"{one[1]} {one[2]} {one[4]}" for one in found if isinstance(one, tuple)]
+
     with caplog.at_level(logging.INFO, logger="mstore_serve.access"):
         call()
-    found = (record.args for record in caplog.records if record.name == "mstore_serve.access")
-    return [f"{one[1]} {one[2]} {one[4]}" for one in found if isinstance(one, tuple)]
+        # A server writes its line after its answer: until no more come.
+        before = None
+        for _ in range(100):
+            now = seen()
+            if now and now == before:
+                break
+            before = now
+            time.sleep(0.2)
+    return seen()
 
 
 def test_objects_are_what_their_names_say(store: Store, tmp_path: Path) -> None:
