@@ -34,13 +34,15 @@ from mstore.blocks.packs import (
 )
 from mstore.blocks.segment import FIELDS, Rows, rows_of
 from mstore.blocks.segments import Found
-from mstore.store.ahead import in_order
+from mstore.store.ahead import in_groups, in_order
 from mstore.store.payloads import Payloads
 from mstore.terms.ids import PackId
 from mstore.upkeep.check.findings import typed_id
 
 PACK_BYTES: Final = 128 << 20
 _GROUP_BYTES: Final = 4 << 20
+_TABLE_BYTES: Final = 4 << 20
+"""Bytes of tables that are checked together."""
 _THREADS: Final = min(4, os.cpu_count() or 1)
 
 
@@ -67,7 +69,8 @@ class SentPacks:
 
     def add(self, *packs: SentPack) -> None:
         """Add packs. Raises Corrupt for one that is not what its table says."""
-        read_tables([(one.id, one.table) for one in packs], "")
+        for some in in_groups(packs, lambda one: len(one.table), _TABLE_BYTES):
+            read_tables([(one.id, one.table) for one in some], "")
         self.packs.update((one.id, one) for one in packs)
         self._rows = None
 
