@@ -246,8 +246,7 @@ def _of_threads(ways: Told, key: str) -> float:
 
 
 def _coordinator(told: Told) -> list[str]:
-    some = {**{k: v for k, v in told["coordinator"].items() if "," not in k},
-            "10,000 slices": told["receipts"]}  # fmt: skip
+    some = told["coordinator"] | {"10,000 slices": told["receipts"]}
     names = ("start", "make", "hand out", "receive", "commit")
     rows = [
         (
