@@ -129,6 +129,11 @@ def drawn(dimensions: Dimensions, experts: int, budget: float, seed: int = 0) ->
     return found
 
 
+def slice_bytes(base_bytes: int, workers: int) -> int:
+    """Plain bytes of output of a slice, as `run_plan` has it for so many workers."""
+    return min(SLICE_BYTES, max(base_bytes // (_SLICES_EACH * workers), _LEAST_SLICE))
+
+
 def works(
     tensors: Sequence[Drawn],
     rates: Rates,
@@ -143,15 +148,14 @@ def works(
     base_bytes: plain, of the whole model. is_limited: tie quotas end within the tensors.
     """
     read = sum(length * count for one in tensors for length, count in _each(one))
-    share = base_bytes // (_SLICES_EACH * workers)
-    slice_bytes = min(SLICE_BYTES, max(share, _LEAST_SLICE))
+    size = slice_bytes(base_bytes, workers)
     first = Slice(0, cast("Workplace", None), BLOCK, None, cast("Any", None), ())
-    cutter = Cutter(first, slice_bytes, 2 + read / base_bytes)
+    cutter = Cutter(first, size, 2 + read / base_bytes)
     by_name = {one.name: one for one in tensors}
     if is_limited:
         # As `WorkList` orders them.
-        large = [one for one in tensors if one.out_bytes > slice_bytes]
-        rest = [one for one in tensors if one.out_bytes <= slice_bytes]
+        large = [one for one in tensors if one.out_bytes > size]
+        rest = [one for one in tensors if one.out_bytes <= size]
         tensors = [*sorted(large, key=lambda one: -one.out_bytes), *rest]
 
     def cut() -> Iterator[Slice]:

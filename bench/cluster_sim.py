@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 from cluster_events import GIGABIT, Cluster, Coordinator, Rates, Work, simulated
-from cluster_models import MODELS, Drawn, drawn, works
+from cluster_models import MODELS, Drawn, drawn, slice_bytes, works
 from cluster_rates import measured as measured_rates
 from cluster_validation import compared
 from cluster_validation import measured as measured_merges
@@ -159,7 +159,7 @@ class Case:
 
     def works(self, workers: int, *, is_limited: bool = True) -> list[Work]:
         """The slices for so many workers."""
-        key = workers, is_limited
+        key = slice_bytes(self.base_bytes, workers), is_limited
         if key not in self._works:
             self._works[key] = works(
                 *(self.tensors, self.rates),
@@ -246,11 +246,13 @@ def scale(rates: Rates, told: Figures) -> Figures:
     usual = Cluster(1)
     single = replace(usual, cores=1)
     found: Figures = {"models": {}, "single": {}, "limits": {}}
+    cases: dict[str, Case] = {}
     for name in MODELS:
         for budget in BUDGETS:
             case = Case(name, budget, rates, told)
             row = {count: case.time(replace(usual, workers=count)) for count in WORKERS}
             called = f"{name}, {budget}"
+            cases[called] = case
             found["models"][called] = {
                 "blocks": sum(work.blocks for work in case.works(1)),
                 "reads": sum(work.reads for work in case.works(1)),
@@ -263,7 +265,7 @@ def scale(rates: Rates, told: Figures) -> Figures:
             found["limits"][called] = {
                 count: bounds(case, replace(usual, workers=count)) for count in LIMITED
             }
-    case = Case("70 B", "10 %", rates, told)
+    case = cases["70 B, 10 %"]
     wide = replace(usual, network=25 * GIGABIT, store=1600 * GIGABIT)
     found["proposals"] = {
         "8 cores, a store of 100 Gbit/s": proposals(case, usual),
@@ -283,7 +285,7 @@ def scale(rates: Rates, told: Figures) -> Figures:
         name: {count: case.time(replace(one, workers=count)) for count in (1, *LIMITED)}
         for name, one in others.items()
     }
-    large = Case("405 B", "100 %", rates, told)
+    large = cases["405 B, 100 %"]
     found["deaths, 405 B, 100 %"] = {
         rate: {
             count: [

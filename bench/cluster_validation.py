@@ -201,6 +201,8 @@ def compared(found: Figures, rates: Rates, told: Coordinator, put: float) -> Fig
         cluster = Cluster(count, cores=1, network=put, store=2 * put, latency=0.0)
         done = simulated(works, rates, cluster, told)
         name = f"{count} workers"
+        if name not in found["ways"]:
+            continue
         rows = found["ways"][name]
         wall = statistics.median(row["slices only"] for row in rows)
         busy = statistics.median(sum(row["workers cpu"]) for row in rows)
