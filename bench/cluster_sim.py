@@ -215,6 +215,8 @@ CHANGES: Final[dict[str, Change]] = {
         replace(cluster, requests=32), told, some),
     "put while the next computes": lambda case, cluster, told, some: (
         replace(cluster, overlap=True), told, some),
+    "start, commit / 4": lambda case, cluster, told, some: (
+        cluster, replace(told, start=told.start / 4, commit=told.commit / 4), some),
 }  # fmt: skip
 TOGETHER: Final = tuple(CHANGES)[1:]
 """The changes that are left to make."""

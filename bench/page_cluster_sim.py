@@ -47,7 +47,8 @@ CHANGES = """\
 
 70 B, 10 %: seconds, and efficiency against one worker with the same changes. *Limited tensors cut*
 is for those whose ties before the cut are known. *Slices as columns* assumes a fifth of the time to
-make and to pickle a slice: nobody has written that.
+make and to pickle a slice, *start, commit / 4* a quarter of what is before the first slice and
+after the last one: nobody has written these.
 """
 COORDINATOR = """\
 ### The coordinator
@@ -220,7 +221,7 @@ def _validation(told: Told) -> list[str]:
         )
         for name, one in found["compared"].items()
     ]
-    share, spent = (_of_threads(found["ways"], key) for key in ("wall", "cpu"))
+    wall, spent = (_of_threads(found["ways"], key) for key in ("wall", "cpu"))
     rounds = len(found["ways"]["2 threads"])
     return [
         VALIDATION.format(**told["family"], slices=found["slices"], rounds=rounds),
@@ -230,9 +231,9 @@ def _validation(told: Told) -> list[str]:
             compared,
         ),
         aim(
-            f"two workers at {LEAST_OF_THREADS} of the speed of two threads ({share:.2f}; in "
-            f"processor time {spent:.2f})",
-            met=share >= LEAST_OF_THREADS,
+            f"two workers at {LEAST_OF_THREADS} of the speed of two threads, in processor time "
+            f"({spent:.2f}; of wall time {wall:.2f}, which says little where others took so much)",
+            met=spent >= LEAST_OF_THREADS,
         ),
     ]
 
