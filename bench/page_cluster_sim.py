@@ -65,6 +65,8 @@ draws.
 COUNTS = ("1", "2", "4", "8", "16", "32", "64", "128", "256")
 LIMITED = ("16", "128", "256")
 LEAST = {"16": 0.8, "128": 0.6}
+MOST_OTHERS = 0.3
+"""Share of the processors from which on wall time says nothing."""
 AIMED = "70 B, 10 %"
 STORE = 100e9 / 8
 MANY = "128"
@@ -221,7 +223,6 @@ def _validation(told: Told) -> list[str]:
         )
         for name, one in found["compared"].items()
     ]
-    wall, spent = (_of_threads(found["ways"], key) for key in ("wall", "cpu"))
     rounds = len(found["ways"]["2 threads"])
     return [
         VALIDATION.format(**told["family"], slices=found["slices"], rounds=rounds),
@@ -230,12 +231,20 @@ def _validation(told: Told) -> list[str]:
             ("slices only", "s", "simulated", "error", "workers' CPU s", "simulated", "error"),
             compared,
         ),
-        aim(
-            f"two workers at {LEAST_OF_THREADS} of the speed of two threads, in processor time "
-            f"({spent:.2f}; of wall time {wall:.2f}, which says little where others took so much)",
-            met=spent >= LEAST_OF_THREADS,
-        ),
+        _speed(found["ways"]),
     ]
+
+
+def _speed(ways: Told) -> str:
+    wall, spent = (_of_threads(ways, key) for key in ("wall", "cpu"))
+    others = max(_median(ways[name], "others") for name in ("2 threads", "2 workers"))
+    what = f"two workers at {LEAST_OF_THREADS} of the speed of two threads"
+    if others > MOST_OTHERS:
+        return (
+            f"Aim: {what}: not settled, others had the machine. In processor time they are at "
+            f"{spent:.2f}.\n"
+        )
+    return aim(f"{what} ({wall:.2f}; in processor time {spent:.2f})", met=wall >= LEAST_OF_THREADS)
 
 
 def _median(runs: Sequence[Told], key: str) -> float:
