@@ -6,7 +6,7 @@ A task of `cluster_sim.py`; prints JSON. What is real: the plan, the work list, 
 `RemoteRunner`, `PushedDelivery`, the commit and the push of records, tables and root to a remote, a
 directory. What is not: blocks (their ids are drawn, in the catalog as in the remote's tables), and
 the workers: `Pretended` pickles each slice, and returns at once a receipt with a table, ids and
-rows of the right size. Its own time is taken off.
+rows of the right size. Its own time is taken off. Seconds are the processor's, of all threads.
 """
 
 from __future__ import annotations
@@ -144,13 +144,13 @@ class Pretended(Executor):
         if run is not runners.execute:
             future.set_result(run(*given, **named))
             return future
-        began = time.perf_counter()
+        began = time.process_time()
         sent = pickle.dumps(given[0])
-        pickled = time.perf_counter()
+        pickled = time.process_time()
         received = pickle.dumps(self._receipt(given[0]))
-        made = time.perf_counter()
+        made = time.process_time()
         future.set_result(pickle.loads(received))
-        ended = time.perf_counter()
+        ended = time.process_time()
         self.pickling += pickled - began + ended - made
         self.seconds += ended - began
         self.sent += len(sent)
@@ -186,7 +186,7 @@ class Pretended(Executor):
 
 
 class Watch:
-    """Seconds of parts of the real code, and when they first began and last ended."""
+    """Processor seconds of parts of the real code, and when they first began and last ended."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -198,7 +198,7 @@ class Watch:
         real = getattr(of, name)
 
         def call(*given: Any, **named: Any) -> Any:
-            began = time.perf_counter()
+            began = time.process_time()
             try:
                 return real(*given, **named)
             finally:
@@ -213,7 +213,7 @@ class Watch:
         def call(*given: Any) -> Iterator[Any]:
             source = real(*given)
             while True:
-                began = time.perf_counter()
+                began = time.process_time()
                 one = next(source, None)
                 self._add(what, began)
                 if one is None:
@@ -223,7 +223,7 @@ class Watch:
         setattr(of, name, call)
 
     def _add(self, what: str, began: float) -> None:
-        self.last[what] = time.perf_counter()
+        self.last[what] = time.process_time()
         self.first.setdefault(what, began)
         self.seconds[what] = self.seconds.get(what, 0.0) + self.last[what] - began
 
@@ -343,7 +343,7 @@ def once(work: Path, budget: str, method: str, workers: int, *, looks: bool) -> 
     watch.wrap(at_remote.PushedDelivery, "publish", "publish")
     with Store.open(work / "store") as store:
         names = sorted(one.name for one in store.refs() if one.name.startswith("expert"))
-        began = time.perf_counter()
+        began = time.process_time()
         plan = store.plan(
             MergeRequest(
                 base="base",
@@ -354,14 +354,14 @@ def once(work: Path, budget: str, method: str, workers: int, *, looks: bool) -> 
                 analyze=False,
             )
         )
-        planned = time.perf_counter() - began
+        planned = time.process_time() - began
         peaks.phase, after_plan = "start", anonymous()
-        began = time.perf_counter()
+        began = time.process_time()
         report = store.merge(
             plan, name=f"merged{time.time_ns()}", memo=False, cluster=cluster, remote="origin",
             push=True,
         )  # fmt: skip
-        ended = time.perf_counter()
+        ended = time.process_time()
     peaks.end()
     own = cluster.seconds - cluster.pickling
     found: Figures = {

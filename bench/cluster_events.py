@@ -59,8 +59,8 @@ class Coordinator:
     """What the coordinator takes, in seconds.
 
     start: from the call to the first slice. make_out, make_source, hand_out_source: making and
-    handing out a slice, for each block of its output or that it reads; hand_out: of each. receive:
-    for each block of a receipt. commit: after the last one.
+    handing out a slice, for each block of its output or that it reads; hand_out: of each. receive,
+    receive_out: of a receipt, for each block of it. commit: after the last one.
     """
 
     start: float = 0.0
@@ -69,6 +69,7 @@ class Coordinator:
     hand_out: float = 0.0
     hand_out_source: float = 0.0
     receive: float = 0.0
+    receive_out: float = 0.0
     commit: float = 0.0
 
 
@@ -250,7 +251,7 @@ class Simulation:
             cost += (told.make_source + told.hand_out_source) * work.sources()
             self._spend(cost)
             self._submit(number)
-            while len(self._waiting) >= limit * self._together:
+            while len(self._waiting) >= limit * self._together or self._done:
                 self._receive()
         while self._waiting:
             self._receive(is_end=True)
@@ -308,7 +309,7 @@ class Simulation:
             for other in [one for one in self._waiting if one.number == run.number]:
                 self._waiting.discard(other)
             self._finished.add(run.number)
-            self._spend(self._told.receive * run.work.blocks)
+            self._spend(self._told.receive + self._told.receive_out * run.work.blocks)
 
     def _hurry(self) -> None:
         if len(self._waiting) >= self._cluster.workers or not self._took:

@@ -9,13 +9,14 @@ the base's own and is not computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 from cluster_events import BLOCK, Rates, Work
 
+from mstore.merge.running.engine import _LEAST_SLICE, _SLICES_EACH
 from mstore.merge.running.runners import Cutter
 from mstore.merge.running.slices import SLICE_BYTES, Slice
 from mstore.merge.running.workplace import Workplace
@@ -82,6 +83,9 @@ class _Chunk(NamedTuple):
         return self.out_bytes // 2
 
 
+_ROWS: Final = (_Row(),) * 64
+
+
 class _Tensor(NamedTuple):
     name: str
     limited: bool
@@ -94,11 +98,15 @@ class _Run(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A tensor: bytes of each block of its output, and how many experts take part in each."""
+    """A tensor: bytes of each block of its output, and how many experts take part in each.
+
+    out_bytes: of all of it, also of blocks that are the base's own.
+    """
 
     name: str
     lengths: Sequence[int]
     reads: Sequence[int]
+    out_bytes: int
 
 
 def drawn(dimensions: Dimensions, experts: int, budget: float, seed: int = 0) -> list[Drawn]:
@@ -117,8 +125,13 @@ def drawn(dimensions: Dimensions, experts: int, budget: float, seed: int = 0) ->
             reads = (rng.random((len(lengths), experts)) < shares).sum(axis=1)
         taken = reads > 0
         if taken.any():
-            found.append(Drawn(name, lengths[taken].tolist(), reads[taken].tolist()))
+            found.append(Drawn(name, lengths[taken].tolist(), reads[taken].tolist(), size))
     return found
+
+
+def slice_bytes(base_bytes: int, workers: int) -> int:
+    """Plain bytes of output of a slice, as `run_plan` has it for so many workers."""
+    return min(SLICE_BYTES, max(base_bytes // (_SLICES_EACH * workers), _LEAST_SLICE))
 
 
 def works(
@@ -126,22 +139,40 @@ def works(
     rates: Rates,
     *,
     budget: float,
-    slice_bytes: int = SLICE_BYTES,
+    base_bytes: int,
+    workers: int = 1,
     is_limited: bool = True,
 ) -> list[Work]:
-    """The slices as `Cutter` cuts them. is_limited: tie quotas end within the tensors."""
+    """The slices as `run_plan` has them cut for so many workers, in the order of their making.
+
+    base_bytes: plain, of the whole model. is_limited: tie quotas end within the tensors.
+    """
+    read = sum(length * count for one in tensors for length, count in _each(one))
+    size = slice_bytes(base_bytes, workers)
     first = Slice(0, cast("Workplace", None), BLOCK, None, cast("Any", None), ())
-    cutter = Cutter(first, slice_bytes)
+    cutter = Cutter(first, size, 2 + read / base_bytes)
     by_name = {one.name: one for one in tensors}
+    if is_limited:
+        # As `WorkList` orders them.
+        large = [one for one in tensors if one.out_bytes > size]
+        rest = [one for one in tensors if one.out_bytes <= size]
+        tensors = [*sorted(large, key=lambda one: -one.out_bytes), *rest]
 
     def cut() -> Iterator[Slice]:
         for one in tensors:
-            chunks = tuple(_Chunk(number, size) for number, size in enumerate(one.lengths))
+            chunks = tuple(
+                _Chunk(number, length, _ROWS[:count])
+                for number, (length, count) in enumerate(_each(one))
+            )
             run = _Run(_Tensor(one.name, is_limited), chunks, (b"",) * len(chunks))
             yield from cutter.add(cast("Any", run))
         yield from cutter.rest()
 
     return [_work(one, by_name, rates, budget) for one in cut()]
+
+
+def _each(one: Drawn) -> Iterator[tuple[int, int]]:
+    return zip(one.lengths, one.reads, strict=True)
 
 
 def _work(one: Slice, by_name: dict[str, Drawn], rates: Rates, budget: float) -> Work:
@@ -160,42 +191,3 @@ def worked(blocks: float, reads: float, rates: Rates, budget: float) -> Work:
     size = BLOCK * (blocks * rates.base_share + reads * rates.delta_share)
     requests = math.ceil(size / REQUEST_BYTES + reads * (1 - min(1.0, budget)))
     return Work(blocks, reads, requests)
-
-
-# Other ways to cut --------------------------------------------------------------------------------
-
-
-def evenly(
-    tensors: Sequence[Drawn],
-    rates: Rates,
-    *,
-    budget: float,
-    most: Callable[[float, float], float],
-) -> list[Work]:
-    """Slices of equal cost, cut anywhere.
-
-    most: returns how long the next slice computes on one thread, from the seconds that are left
-    and those that all take.
-    """
-    found = []
-    blocks = reads = 0.0
-    total = left = sum(Work(b / BLOCK, b / BLOCK * r).seconds(rates) for b, r in _each(tensors))
-    limit = most(left, total)
-    for length, count in _each(tensors):
-        size = length / BLOCK
-        blocks += size
-        reads += size * count
-        spent = Work(blocks, reads).seconds(rates)
-        if spent >= limit:
-            found.append(worked(blocks, reads, rates, budget))
-            left -= spent
-            blocks = reads = 0.0
-            limit = most(left, total)
-    if blocks:
-        found.append(worked(blocks, reads, rates, budget))
-    return found
-
-
-def _each(tensors: Sequence[Drawn]) -> Iterator[tuple[int, int]]:
-    for one in tensors:
-        yield from zip(one.lengths, one.reads, strict=True)

@@ -64,7 +64,7 @@ class Here(Executor):
 def cut_at(slice_bytes: int) -> Iterator[None]:
     """Have merges cut slices of so many bytes."""
     engine: Any = mstore.merge.running.engine
-    engine.Cutter = lambda first, _: Cutter(first, slice_bytes)
+    engine.Cutter = lambda first, _, work: Cutter(first, slice_bytes, work)
     try:
         yield
     finally:

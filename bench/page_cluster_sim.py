@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tables import MIB, Told, aim, machine, table
 
@@ -14,7 +14,12 @@ processes, and others used the machine. TIES at a density of 0.2, {experts} expe
 3 in bf16, experts at {delta:.0f} % of their plain size. A worker has 8 cores, which count as 8
 threads, one slice at a time, and 10 Gbit/s in each direction; the store has 100 Gbit/s in all and
 answers a request in 10 ms, 8 of a worker at once. A store of another kind is in a table below.
-The plan is there before. *Efficiency* is against one such worker.
+The plan is there before. *Efficiency* is against one such worker. *Network alone* is the best
+efficiency that the bytes allow with 128 workers, whatever else is done: they take so long from and
+to the store.
+"""
+SINGLE = """\
+The same with workers of one core.
 """
 PARTS = """\
 ### What a thread does
@@ -25,28 +30,33 @@ VALIDATION = """\
 ### Beside real workers
 
 {experts} experts of {millions:.0f} million parameters, everything read, {slices} slices, a remote
-that is a directory: workers are processes that have computed before, with one thread each. Seconds
-of the fastest of {rounds} rounds, with the share of the processors that others took in it; CPU
-seconds are medians, of all processes.
+that is a directory: workers are processes that have computed before, with one thread each. What a
+merge stored here is removed after it, so that all ways encode and write the same. Medians of
+{rounds} rounds, in which every way runs once; CPU seconds are of all processes, and *others took*
+is their share of the processors meanwhile.
 """
 LIMITS = """\
 ### What limits
 
 Seconds that each part would need alone, and what all take; *workers* is the time of one worker,
-divided by their number. A tensor whose quota of ties ends within it is never cut, and with TIES
-that was every tensor of the merges that were measured.
+divided by their number. A tensor whose quota of ties ends within it is never cut, which is assumed
+here of all: of the merge that was measured beside real workers, {limited} of {tensors} were such.
 """
 CHANGES = """\
 ### What would mend it
 
-70 B, 10 %: seconds, and efficiency against one worker with the same changes. *All* is all of them
-but *largest first*, which is for slices that cannot be cut.
+70 B, 10 %: seconds, and efficiency against one worker with the same changes. *Limited tensors cut*
+is for those whose ties before the cut are known. *Slices as columns* assumes a fifth of the time to
+make and to pickle a slice, *start, commit / 4* a quarter of what is before the first slice and
+after the last one: nobody has written these.
 """
 COORDINATOR = """\
 ### The coordinator
 
 Real slices, receipts, adoption and push, with workers that pretend: 20 experts of 8 B parameters;
-and {slices:,} slices of {blocks:,} blocks in all, of one expert.
+and {slices:,} slices of {blocks:,} blocks in all, of one expert. Seconds of a processor, the better
+of two runs, and one of the last row. *MiB planned* is what planning has left in memory, which the
+peaks behind it have in them.
 """
 DEATHS = """\
 Deaths an hour and worker, 405 B, 100 %: what they add, and slices that ran again; means of five
@@ -55,7 +65,11 @@ draws.
 COUNTS = ("1", "2", "4", "8", "16", "32", "64", "128", "256")
 LIMITED = ("16", "128", "256")
 LEAST = {"16": 0.8, "128": 0.6}
+MOST_OTHERS = 0.3
+"""Share of the processors from which on wall time says nothing."""
 AIMED = "70 B, 10 %"
+STORE = 100e9 / 8
+MANY = "128"
 MOST_SENT, MOST_RECEIVED, MOST_MEMORY, LEAST_OF_THREADS = 100, 200, 512, 0.8
 
 
@@ -68,7 +82,7 @@ def section(told: Told) -> str:
             "## Merges on clusters, simulated\n",
             head,
             *_models(scale),
-            *_limits(scale),
+            *_limits(told),
             *_changes(scale),
             *_others(scale),
             *_parts(told),
@@ -79,27 +93,37 @@ def section(told: Told) -> str:
 
 
 def _models(scale: Told) -> list[str]:
-    rows = []
+    rows, single = [], []
     for name, found in scale["models"].items():
-        times = {count: one["seconds"] for count, one in found["workers"].items()}
-        first = found["workers"]["1"]
+        some = found["workers"]
+        times = {count: one["seconds"] for count, one in some.items()}
+        moved = some[MANY]["fetched"] + some[MANY]["put"]
         rows.append(
             (
                 name,
-                f"{found['slices']:,}",
+                f"{some['1']['slices']:,} to {some['256']['slices']:,}",
                 f"{found['largest']:,.0f}",
-                f"{(first['fetched'] + first['put']) / 1e9:,.0f}",
+                f"{moved / 1e9:,.0f}",
                 f"{times['1']:,.0f}",
                 *(f"{_efficiency(times, count):.2f}" for count in COUNTS[1:]),
+                _most(times["1"], moved),
             )
         )
-    head = ("", "slices", "largest, MiB", "GB moved", "1 worker, s", *COUNTS[1:])
+        alone = scale["single"][name]
+        cells = (f"{_efficiency(alone, count):.2f}" for count in COUNTS[1:])
+        single.append((name, f"{alone['1']:,.0f}", *cells, _most(alone["1"], moved)))
+    last = (*COUNTS[1:], f"network alone, {MANY}")
+    head = ("", "slices", "largest, MiB", "GB moved", "1 worker, s", *last)
     aimed = {n: one["seconds"] for n, one in scale["models"][AIMED]["workers"].items()}
+    alone = scale["single"][AIMED]
     return [
         table(head, rows),
+        SINGLE,
+        table(("", "1 worker, s", *last), single),
         *(
             aim(
-                f"{least} with {count} workers, {AIMED} ({_efficiency(aimed, count):.2f})",
+                f"{least} with {count} workers, {AIMED} ({_efficiency(aimed, count):.2f}; of one "
+                f"core {_efficiency(alone, count):.2f})",
                 met=_efficiency(aimed, count) >= least,
             )
             for count, least in LEAST.items()
@@ -107,18 +131,24 @@ def _models(scale: Told) -> list[str]:
     ]
 
 
+def _most(seconds: float, moved: float) -> str:
+    """The efficiency at which the store's network is busy all the time."""
+    return f"{min(1.0, seconds / int(MANY) / (moved / STORE)):.2f}"
+
+
 def _efficiency(times: Mapping[str, float], count: str) -> float:
     return times["1"] / int(count) / times[count]
 
 
-def _limits(scale: Told) -> list[str]:
-    rows = []
+def _limits(told: Told) -> list[str]:
+    rows, scale = [], told["scale"]
     for name, found in scale["limits"].items():
         for count in LIMITED:
             one = found[count]
             rows.append((name, count, *(f"{value:.1f}" for value in one.values())))
     names = list(scale["limits"][AIMED]["16"])
-    return [LIMITS, table(("", "number", *names), rows)]
+    head = LIMITS.format(**told["validation"])
+    return [head, table(("", "number", *names), rows)]
 
 
 def _changes(scale: Told) -> list[str]:
@@ -180,14 +210,9 @@ def _parts(told: Told) -> list[str]:
 def _validation(told: Told) -> list[str]:
     found = told["validation"]
     rows = []
-    walls, spent = {}, {}
     for name, runs in found["ways"].items():
-        best = min(runs, key=lambda row: float(row["wall"]))
-        walls[name] = best["wall"]
-        spent[name] = statistics.median(row["cpu"] for row in runs)
-        rows.append(
-            (name, f"{best['wall']:.1f}", f"{100 * best['others']:.0f} %", f"{spent[name]:.1f}")
-        )
+        wall, others, cpu = (_median(runs, key) for key in ("wall", "others", "cpu"))
+        rows.append((name, f"{wall:.1f}", f"{100 * others:.0f} %", f"{cpu:.1f}"))
     compared = [
         (
             name,
@@ -198,8 +223,7 @@ def _validation(told: Told) -> list[str]:
         )
         for name, one in found["compared"].items()
     ]
-    share = walls["2 threads"] / walls["2 workers"]
-    rounds = len(found["ways"]["1 thread"])
+    rounds = len(found["ways"]["2 threads"])
     return [
         VALIDATION.format(**told["family"], slices=found["slices"], rounds=rounds),
         table(("", "s", "others took", "CPU s"), rows),
@@ -207,17 +231,37 @@ def _validation(told: Told) -> list[str]:
             ("slices only", "s", "simulated", "error", "workers' CPU s", "simulated", "error"),
             compared,
         ),
-        aim(
-            f"two workers at {LEAST_OF_THREADS} of the speed of two threads ({share:.2f}; in "
-            f"processor time {spent['2 threads'] / spent['2 workers']:.2f})",
-            met=share >= LEAST_OF_THREADS,
-        ),
+        _speed(found["ways"]),
     ]
 
 
+def _speed(ways: Told) -> str:
+    wall, spent = (_of_threads(ways, key) for key in ("wall", "cpu"))
+    others = max(_median(ways[name], "others") for name in ("2 threads", "2 workers"))
+    what = f"two workers at {LEAST_OF_THREADS} of the speed of two threads"
+    if others > MOST_OTHERS:
+        return (
+            f"Aim: {what}: not settled, others had the machine. In processor time they are at "
+            f"{spent:.2f}.\n"
+        )
+    return aim(f"{what} ({wall:.2f}; in processor time {spent:.2f})", met=wall >= LEAST_OF_THREADS)
+
+
+def _median(runs: Sequence[Told], key: str) -> float:
+    return statistics.median(float(one[key]) for one in runs)
+
+
+def _of_threads(ways: Told, key: str) -> float:
+    """What two workers reach of two threads: the median of what they did one after the other."""
+    pairs = zip(ways["2 threads"], ways["2 workers"], strict=True)
+    return statistics.median(ours[key] / theirs[key] for ours, theirs in pairs)
+
+
+PHASES = ("after plan", "start", "run", "commit")
+
+
 def _coordinator(told: Told) -> list[str]:
-    some = {**{k: v for k, v in told["coordinator"].items() if "," not in k},
-            "10,000 slices": told["receipts"]}  # fmt: skip
+    some = told["coordinator"] | {"10,000 slices": told["receipts"]}
     names = ("start", "make", "hand out", "receive", "commit")
     rows = [
         (
@@ -227,8 +271,7 @@ def _coordinator(told: Told) -> list[str]:
             *(f"{one['seconds'][part]:.1f}" for part in names),
             f"{one['bytes sent for a block read']:.0f}",
             f"{one['bytes received for a block']:.0f}",
-            f"{one['anonymous']['start'] / MIB:.0f}",
-            f"{max(one['anonymous'][part] for part in ('run', 'commit')) / MIB:.0f}",
+            *(f"{one['anonymous'][part] / MIB:.0f}" for part in PHASES),
         )
         for name, one in some.items()
     ]
@@ -241,7 +284,7 @@ def _coordinator(told: Told) -> list[str]:
     head = (
         *("", "slices", "blocks read", *(f"{part}, s" for part in names)),
         *("bytes sent, a block read", "bytes received, an output block"),
-        *("MiB at start", "MiB after"),
+        *("MiB planned", "at start", "in the run", "in the commit"),
     )
     return [
         COORDINATOR.format(slices=told["receipts"]["slices"], blocks=blocks),

@@ -89,17 +89,41 @@ def test_slow_workers_are_overtaken() -> None:
     assert took.seconds < 20 * 20
 
 
-def test_a_limited_tensor_is_one_slice() -> None:
-    """Slices are those of `Cutter`: it cuts no tensor whose tie quota ends within it."""
-    block = 1 << 20
-    tensors = [
-        models.Drawn("a", [block] * 300, [2] * 300),
-        models.Drawn("b", [block] * 40, [1] * 40),
+MIB = 1 << 20
+
+
+def sizes(tensors: Any, **given: Any) -> list[float]:
+    """Blocks of each slice of a model that has these tensors alone."""
+    plain = sum(one.out_bytes for one in tensors)
+    return [
+        one.blocks for one in models.works(tensors, RATES, budget=0.1, base_bytes=plain, **given)
     ]
 
-    def sizes(**given: Any) -> list[float]:
-        return [one.blocks for one in models.works(tensors, RATES, budget=0.1, **given)]
 
-    assert sizes(is_limited=True) == [300, 40]
-    assert sizes(is_limited=False) == [128, 128, 84]
-    assert sum(one.reads for one in models.works(tensors, RATES, budget=0.1)) == 640
+def test_slices_are_those_of_the_cutter() -> None:
+    """A tensor whose tie quota ends within it is one slice; others are cut by their work."""
+    tensors = [
+        models.Drawn("a", [MIB] * 300, [2] * 300, 300 * MIB),
+        models.Drawn("b", [MIB] * 40, [1] * 40, 40 * MIB),
+    ]
+    # Eight slices of 42.5 MiB with 165 MiB of work each; a block of a takes 4 MiB, one of b 3.
+    assert sizes(tensors, is_limited=True) == [300, 40]
+    assert sizes(tensors, is_limited=False) == [42] * 7 + [46]
+    assert sizes(tensors, is_limited=False, workers=100)[:2] == [16, 16]
+
+
+def test_large_tensors_that_are_not_cut_go_first() -> None:
+    """As the work list orders them: the largest first, those of usual size in file order."""
+    counts = [10, 60, 30, 200, 40]
+    tensors = [
+        models.Drawn(str(number), [MIB] * count, [1] * count, count * MIB)
+        for number, count in enumerate(counts)
+    ]
+    assert sizes(tensors) == [200, 60, 40, 40]
+
+
+def test_a_receipt_takes_the_coordinator() -> None:
+    """What is received costs as a receipt, and for each of its blocks."""
+    told = Coordinator(receive=2.0, receive_out=0.01)
+    took = simulated([SLICE], RATES, Cluster(1, **FREE), told)
+    assert took.seconds == pytest.approx(COMPUTES + 0.75 + 2.0 + 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,16 @@ from exchanges import REMOTE, Place, before_swap, files, merged, place, refs, so
 from proof_models import model_files, write_files
 
 from mstore.api import Store
-from mstore.blocks.packs import NO_BASE, Kind
+from mstore.blocks.codecs import Codec
+from mstore.blocks.packs import (
+    NO_BASE,
+    NONCE_BYTES,
+    Kind,
+    PackEntry,
+    SentPack,
+    header,
+    table_of,
+)
 from mstore.remotes import outgoing, push
 from mstore.remotes.layout import PackState
 from mstore.remotes.places import RemotePlaces
@@ -25,7 +35,7 @@ from mstore.remotes.shared_directory import SharedDirectory
 from mstore.snapshots.signing import SigningKey
 from mstore.store import listing
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound
-from mstore.terms.ids import SnapshotId
+from mstore.terms.ids import PackId, SnapshotId
 
 __all__ = ["place"]
 
@@ -578,6 +588,41 @@ def test_interrupted_and_removed_there(place: Place, monkeypatch: pytest.MonkeyP
 
 def _interrupting(_data: bytes) -> None:
     raise KeyboardInterrupt
+
+
+def test_where_sent_packs_have_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However their tables are looked at together, a form that needs no base goes first."""
+    ids = [bytes([number]) * 32 for number in range(1, 7)]
+    base = bytes(31) + b"b"
+
+    def pack(*own: tuple[bytes, bytes, int]) -> SentPack:
+        _, rows = table_of(
+            PackEntry(id, Kind.BLOCK, Codec.RAW, 2, 4096, size, 64, of) for id, of, size in own
+        )
+        data = header(os.urandom(NONCE_BYTES)) + rows
+        return SentPack(PackId.of(data), 8192, data)
+
+    packs = [
+        pack((ids[0], NO_BASE, 10), (ids[1], base, 11), (ids[2], base, 12)),
+        pack(),
+        pack((ids[0], base, 20), (ids[1], NO_BASE, 21), (ids[2], base, 22)),
+        pack((ids[3], NO_BASE, 33)),
+    ]
+    for most in (1, 1 << 20):
+        monkeypatch.setattr(outgoing, "_TABLE_BYTES", most)
+        sent = outgoing.SentPacks()
+        assert not sent.found(Kind.BLOCK, ids).is_there.any()
+        sent.add(*packs)
+        found = sent.found(Kind.BLOCK, ids)
+        assert found.stored.tolist()[:2] == [10, 21]
+        assert found.stored[2] in (12, 22)
+        assert found.stored.tolist()[3:] == [33, -1, -1]
+        assert found.is_alone.tolist() == [True, True, False, True, False, False]
+        assert found.packs[found.pack[3]] == packs[3].id
+        assert not sent.found(Kind.TENSOR, ids).is_there.any()
+        assert not len(sent.found(Kind.BLOCK, []).stored)
+        sent.drop([packs[0].id])
+        assert sent.found(Kind.BLOCK, ids[:3]).stored.tolist() == [20, 21, 22]
 
 
 def test_a_store_that_is_only_read(place: Place) -> None:

@@ -34,13 +34,15 @@ from mstore.blocks.packs import (
 )
 from mstore.blocks.segment import FIELDS, Rows, rows_of
 from mstore.blocks.segments import Found
-from mstore.store.ahead import in_order
+from mstore.store.ahead import in_groups, in_order
 from mstore.store.payloads import Payloads
-from mstore.terms.ids import PackId
+from mstore.terms.ids import ID_BYTES, PackId
 from mstore.upkeep.check.findings import typed_id
 
 PACK_BYTES: Final = 128 << 20
 _GROUP_BYTES: Final = 4 << 20
+_TABLE_BYTES: Final = 16 << 20
+"""Bytes of tables whose rows are looked at together."""
 _THREADS: Final = min(4, os.cpu_count() or 1)
 
 
@@ -63,11 +65,12 @@ class SentPacks:
 
     def __init__(self) -> None:
         self.packs: dict[PackId, SentPack] = {}
-        self._rows: tuple[list[PackId], Rows] | None = None
+        self._rows: list[tuple[list[PackId], Rows]] | None = None
 
     def add(self, *packs: SentPack) -> None:
         """Add packs. Raises Corrupt for one that is not what its table says."""
-        read_tables([(one.id, one.table) for one in packs], "")
+        for some in _together(packs):
+            read_tables([(one.id, one.table) for one in some], "")
         self.packs.update((one.id, one) for one in packs)
         self._rows = None
 
@@ -80,28 +83,31 @@ class SentPacks:
     def found(self, kind: Kind, ids: Sequence[bytes]) -> Found:
         """Return where these lie. A form that needs no base goes before one that does."""
         result = Found.nothing(len(ids))
-        packs, rows = self._sorted()
-        if len(rows) and ids:
+        if self._rows is None:
+            full = (one for one in self.packs.values() if len(one.table) > HEADER_BYTES)
+            self._rows = list(map(_rows_by_key, _together(full)))
+        wanted = np.array([id + bytes([kind]) for id in ids], f"S{ID_BYTES + 1}")
+        for packs, rows in self._rows if ids else ():
             keys = rows.view(FIELDS)["key"]
-            wanted = np.array([id + bytes([kind]) for id in ids], keys.dtype)
             numbers = np.minimum(np.searchsorted(keys, wanted), len(rows) - 1)
-            there = keys[numbers] == wanted
-            result.put(np.flatnonzero(there), packs, rows[numbers[there]])
+            better = (keys[numbers] == wanted) & ~result.is_alone
+            result.put(np.flatnonzero(better), packs, rows[numbers[better]])
         return result
 
-    def _sorted(self) -> tuple[list[PackId], Rows]:
-        """Return all rows by kind and id, those without a base first."""
-        if self._rows is None:
-            tables = {
-                pack: np.frombuffer(one.table[HEADER_BYTES:], TABLE_FIELDS)
-                for pack, one in self.packs.items()
-            }
-            packs, rows = rows_of(tables)
-            fields = rows.view(FIELDS)
-            if (fields["key"][1:] == fields["key"][:-1]).any():
-                rows = rows[np.lexsort((fields["base"] != np.void(NO_BASE), fields["key"]))]
-            self._rows = packs, rows
-        return self._rows
+
+def _together(packs: Iterable[SentPack]) -> Iterator[list[SentPack]]:
+    """Yield packs in groups: all their rows at once, and in order, would be there several times."""
+    return in_groups(packs, lambda one: len(one.table), _TABLE_BYTES)
+
+
+def _rows_by_key(some: Sequence[SentPack]) -> tuple[list[PackId], Rows]:
+    """Return all rows of some packs by kind and id, those without a base first."""
+    tables = {one.id: np.frombuffer(one.table, TABLE_FIELDS, offset=HEADER_BYTES) for one in some}
+    packs, rows = rows_of(tables)
+    fields = rows.view(FIELDS)
+    if (fields["key"][1:] == fields["key"][:-1]).any():
+        rows = rows[np.lexsort((fields["base"] != np.void(NO_BASE), fields["key"]))]
+    return packs, rows
 
 
 class _Filling:

@@ -186,8 +186,12 @@ class Transaction:
         return self._records
 
     def sealed(self) -> Sequence[SealedPack]:
-        """Seal what was put and return its packs: to publish elsewhere, in place of `commit`."""
+        """Seal what was put and return its packs: to publish elsewhere, in place of `commit`.
+
+        Nothing can be put afterwards: which blocks were is forgotten, a hundred bytes for each.
+        """
         self._packs.seal()
+        self._own, self._relied_blocks = set(), set()
         return self._packs.sealed
 
     @property
