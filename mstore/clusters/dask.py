@@ -63,7 +63,7 @@ class Dask(Engine):
         # A cluster that grows with its work has no worker before a task waits for one.
         first = self.call("look at the worker", run, *given)
         try:
-            first.result(_START)
+            told = first.result(_START)
         except TimeoutError as error:
             first.cancel()
             raise Unavailable(
@@ -71,8 +71,13 @@ class Dask(Engine):
                 where=self.where,
                 hint=f"start one on each machine: dask worker {self.where}",
             ) from error
-        found: dict[str, T] = self._client.run(run, *given)
-        return found
+        # One that dies meanwhile answers with an error of its connection.
+        found: dict[str, Any] = self._client.run(run, *given, on_error="return")
+        there = {name: one for name, one in found.items() if not isinstance(one, OSError)}
+        for one in there.values():
+            if isinstance(one, Exception):
+                raise one
+        return there or {self.where: told}
 
     def share(self, worker: str) -> tuple[int, int | None]:
         told = self._client.scheduler_info(n_workers=-1)["workers"].get(worker, {})

@@ -78,7 +78,8 @@ class Engine(ABC):
     def each(self, run: Callable[..., T], *given: Any) -> dict[str, T]:
         """Run a call on each worker that there is; return the results by the workers' names.
 
-        Where an engine cannot say which worker runs what, this runs on one.
+        A worker that dies meanwhile is left out. Where an engine cannot say which worker runs what,
+        this runs on one.
         """
         return {self.where: self.call("look at the worker", run, *given).result()}
 

@@ -75,7 +75,14 @@ class Ray(Engine):
             for one in self._ray.nodes()
             if one["Alive"] and one["Resources"].get("CPU")
         }
-        return {name: future.result() for name, future in asked.items()}
+        found = {}
+        for name, future in asked.items():
+            # A node that is lost meanwhile computes nothing, either.
+            with suppress(
+                self._ray.exceptions.WorkerCrashedError, self._ray.exceptions.NodeDiedError
+            ):
+                found[name] = future.result()
+        return found
 
     def close(self) -> None:
         for reference in list(self._tasks.values()):
