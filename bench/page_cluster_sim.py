@@ -231,7 +231,7 @@ def _validation(told: Told) -> list[str]:
             ("slices only", "s", "simulated", "error", "workers' CPU s", "simulated", "error"),
             compared,
         ),
-        _speed(found["ways"]),
+        _speed(found["quiet"]["ways"] if "quiet" in found else found["ways"]),
     ]
 
 
