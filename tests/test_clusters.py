@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import run_once
 from cluster_scenes import (
     REMOTE,
     SMALL,
@@ -359,6 +360,20 @@ def test_condemned_packs_live_again(scene: Scene, monkeypatch: pytest.MonkeyPatc
     scene.sound()
 
 
+def test_another_merge_takes_what_fits(scene: Scene) -> None:
+    """What a merge at 100 % left is used by one at a budget, where chunks are the same: its report
+    counts no block below none."""
+    with pytest.raises(Interrupted):
+        scene.merge(
+            scene.plan("linear"), Inline(), push=True, around=lambda engine: Failing(engine, 6)
+        )
+    plan = scene.plan("linear", budget=0.5)
+    merged = scene.merge(plan, Inline(), push=True)
+    assert merged.manifest == scene.wanted(plan)
+    assert 0 <= merged.blocks_reused <= merged.blocks_total
+    scene.cleared()
+
+
 def test_a_slice_delivered_twice(scene: Scene) -> None:
     """Each slice runs twice: one receipt counts, and gc removes the other packs."""
 
@@ -615,6 +630,13 @@ def test_a_scheduler_that_is_not_there() -> None:
     assert "dask scheduler" in str(lost.value.hint)
 
 
+def test_a_scheduler_file_that_is_not_there(tmp_path: Path) -> None:
+    """A file that no scheduler wrote is an error at once; Dask itself would wait for ever."""
+    pytest.importorskip("distributed")
+    with pytest.raises(Unavailable, match="there is no such file"):
+        address.opened(f"dask:{tmp_path / 'nothere.json'}")
+
+
 def test_options_that_do_not_go_together(scene: Scene) -> None:
     """A push without a remote, and a remote without a cluster, are refused with what is missing."""
     plan = str(scene.plan().id())
@@ -706,6 +728,17 @@ def test_slices_have_names_for_people(scene: Scene) -> None:
 
 
 # -- the command line ----------------------------------------------------------------------------
+
+
+def test_the_command_says_how_to_have_the_result_here(scene: Scene) -> None:
+    """After a push from a store that is not lazy, the command names the pull."""
+    words = ["--store", str(scene.path / "store"), "merge", "--plan", str(scene.plan().id())]
+    words += ["--name", "m", "--cluster", "local:1", "--remote", REMOTE, "--push"]
+    done = run_once(words)
+    assert done.status == 0, done.err
+    assert "to have it here: mstore --store " in done.out
+    assert " pull origin m" in done.out
+    assert "m" not in scene.store
 
 
 def test_ctrl_c_leaves_nothing_running(scene: Scene, tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ class AtRemote(Workplace):
             objects.remove(name)
 
     def hint(self) -> Text:
+        if self.config.url.startswith(_FILE):
+            return "workers need this directory under the same path, and may write it"
         return "workers take keys from their own environment: set there what this process has"
 
     def free_bytes(self) -> int:

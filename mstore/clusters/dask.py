@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, TypeVar
 from uuid import uuid4
 
@@ -36,6 +37,13 @@ class Dask(Engine):
         given: dict[str, Any] = {"address": address}
         if address.startswith(FILE):
             given = {"scheduler_file": address.removeprefix(FILE)}
+            # Dask itself would wait for it for ever.
+            if not Path(given["scheduler_file"]).is_file():
+                raise Unavailable(
+                    "there is no such file",
+                    where=address,
+                    hint="a scheduler writes it, and removes it when it ends: start one",
+                )
         try:
             # Whatever this process asks Dask for later is not this client's.
             self._client: Any = distributed.Client(  # type: ignore[no-untyped-call]

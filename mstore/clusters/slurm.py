@@ -176,6 +176,7 @@ _HOPELESS: Final = frozenset(
         "InvalidQOS",
         "JobHeldAdmin",
         "JobHeldUser",
+        "PartitionConfig",
         "PartitionNodeLimit",
         "PartitionTimeLimit",
         "QOSMaxWallDurationPerJobLimit",

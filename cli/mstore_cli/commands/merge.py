@@ -202,6 +202,7 @@ def merge(
                     progress=tick,
                 )
                 session.settled()
+                is_here = not push or name in store.ref_ids()
             except KeyboardInterrupt as stop:
                 raise Interrupted("the same command goes on from what is finished") from stop
         if planned is not None:
@@ -242,6 +243,8 @@ def merge(
             ]
         )
         draw_remarks(screen, report.remarks, report.warnings)
+        if not is_here:
+            screen.command("to have it here", f"mstore pull {report.pushed_to} {name}")
         if candidate is not None:
             was = short(report.was) if report.was else "''"
             move = f"mstore reset {name} {report.name} --expect {was}"

@@ -53,7 +53,7 @@ class MergeReport(Report, frozen=True):
     virtual: bool
     """whether only the plan was committed; blocks are computed on read"""
     pushed_to: str | None
-    """the remote whose branch now is the result, which is not here; None: the result is here"""
+    """the remote whose branch now is the result, and which has its packs; None: they are here"""
     method: str
     """the merge method"""
     budget_bytes: int | None

@@ -189,7 +189,8 @@ def run_plan(
         resumed_expert_bytes=resumed,
         base_bytes_read=base_meter.total,
         blocks_total=total,
-        blocks_reused=total - (0 if sink is None else sink.blocks_new),
+        # Packs of an interrupted merge may have more than this one needs.
+        blocks_reused=max(0, total - (0 if sink is None else sink.blocks_new)),
         made={name: job.not_finite.made for name, job in jobs.items() if job.not_finite.made},
         workers=runner.reports if isinstance(runner, RemoteRunner) else (),
     )

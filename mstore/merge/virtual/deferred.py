@@ -49,7 +49,7 @@ class MaterializeReport(Report, frozen=True):
     new_snapshot: bool
     """false if the branch already held stored bytes: nothing was done"""
     pushed_to: str | None
-    """the remote whose branch now is the result, which is not here; None: the result is here"""
+    """the remote whose branch now is the result, and which has its packs; None: they are here"""
     expert_bytes_read: int
     """bytes read from experts, counted at pread"""
     base_bytes_read: int
