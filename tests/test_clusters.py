@@ -91,6 +91,7 @@ def dask(tmp_path: Path) -> Iterator[str]:
 # -- the same content ----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("push", [False, True], ids=["fetched", "pushed"])
 @pytest.mark.parametrize("place", ["scene", "bucket"])
 @pytest.mark.parametrize("cluster", ["local", "dask"])
@@ -203,6 +204,7 @@ class Killing(Standing):
         return self.engine.call(slice.label, killed_once, self._mark, slice)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("push", [False, True], ids=["fetched", "pushed"])
 @pytest.mark.parametrize("cluster", ["local", "dask"])
 def test_a_killed_worker_costs_only_time(
@@ -244,7 +246,7 @@ class Murderous(Standing):
             self._random.choice(processes).kill()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_killed_at_any_moment(seed: int, scene: Scene, local: str) -> None:
     """Whenever a worker dies, the result is right, and gc knows each object that is left."""
