@@ -86,8 +86,8 @@ def named(what: str) -> str:
 
 def work_of(slice: Slice) -> Work:
     """A slice as the simulation sees it. Requests are the kernel's here."""
-    blocks = slice.out_bytes / BLOCK
     tasks = [task for run in slice.runs for task in run.chunks]
+    blocks = sum(task.out_bytes for task in tasks) / BLOCK
     reads = sum(task.n * 2 * len(task.rows) for task in tasks) / BLOCK
     return Work(blocks, reads)
 

@@ -27,7 +27,7 @@ from families import BLOCK, Family
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.clusters.engine import AnyExecutor, Engine
+from mstore.clusters.engine import Engine
 from mstore.clusters.merging import on_cluster
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.merge.running.delivery import Delivery
@@ -356,29 +356,16 @@ class Failing(Standing):
         return future
 
 
-class AtOnce(AnyExecutor):
-    """An engine of one worker: this thread."""
-
-    def __init__(self) -> None:
-        self.where = "here"
-
-    def call(self, label: str, run: Callable[..., Any], *given: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(run(*given))
-        except Exception as error:  # noqa: BLE001 -- as an executor does
-            future.set_exception(error)
-        return future
-
-    def count(self) -> int:
-        return 1
-
-
 class Inline(Executor):
     """An executor that runs everything at once, in this thread."""
 
     def submit(self, run: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
-        return AtOnce().call("", run, *given)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(run(*given, **named))
+        except Exception as error:  # noqa: BLE001 -- as an executor does
+            future.set_exception(error)
+        return future
 
 
 def expert_bytes(slices: Sequence[Slice]) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from cli_runs import run_once
 from cluster_scenes import (
+    EXPERTS,
     REMOTE,
     SMALL,
     Failing,
@@ -40,6 +41,7 @@ from mstore.clusters.at_remote import AtRemote, PushedDelivery
 from mstore.clusters.engine import AnyExecutor, Engine, LocalProcesses
 from mstore.merge.running.runners import execute
 from mstore.merge.running.slices import Receipt, Slice
+from mstore.store.models import tensors_of
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import (
     BadRequest,
@@ -458,6 +460,32 @@ def test_a_damaged_pack_of_a_worker_is_refused(scene: Scene) -> None:
     with pytest.raises(Exception, match="a worker's pack is damaged"):
         scene.merge(scene.plan("linear"), Inline(), around=Lying)
     assert scene.store.refs() == before
+
+
+def test_differences_to_what_is_a_difference_here(copied: Path) -> None:
+    """Where the remote has a block whole that is a difference here, what workers stored as a
+    difference to it is stored anew: no block here is a difference to a difference."""
+    with Store.init(copied / "own", block_size=BLOCK) as store:
+        store.add(copied / "e0", name="older")
+        store.add(copied / "base", name="base", base="older")
+        for name in EXPERTS:
+            store.add(copied / name, name=name, base="base")
+        catalog = store._catalog
+        base = list(
+            {
+                block
+                for id in tensors_of(catalog, catalog.manifest(store["base"].manifest)).values()
+                for block in catalog.tensor(id).block_ids()
+            }
+        )
+        assert len(catalog.stored_alone(base)) < len(base)
+        store.add_remote(REMOTE, (copied / "remote").as_uri())
+        store.fetch(REMOTE)
+        own = Scene(copied, store)
+        plan = own.plan("linear")
+        merged = own.merge(plan, Inline())
+        assert merged.manifest == own.wanted(plan)
+        own.sound()
 
 
 def test_a_full_scratch_disk(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 from memory_packs import MemoryPacks
 from packs_suite import PacksSuite, sealed
 
-from mstore.blocks.pack_files import PackFiles, ScatteredPacks, places_of
-from mstore.blocks.pack_store import HERE, Packs
+from mstore.blocks.pack_files import PackFiles, ScatteredPacks
+from mstore.blocks.pack_store import HERE, Packs, Places
 from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import PackId
 
@@ -87,7 +87,7 @@ def test_a_pack_under_another_name_is_refused(tmp_path: Path) -> None:
 def test_only_known_places_are_opened(tmp_path: Path) -> None:
     """Packs that lie here are those of the store's directory; another place is refused."""
     (tmp_path / "packs").mkdir()
-    places = places_of(tmp_path)
+    places = Places({HERE: PackFiles(tmp_path / "packs")})
     packs = places[HERE]
     pack = sealed(tmp_path, b"1")
     packs.put([pack])

@@ -5,7 +5,6 @@ Part of `mstore.api.Store`, which combines all parts.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
+from mstore import fs
 from mstore.api.open_store import OpenStore, local_path, thread_count
 from mstore.store import config, contents, leases
 from mstore.store.catalog import Catalog
@@ -210,8 +210,7 @@ class Adding(OpenStore):
 
         allowed = limits or DEFAULT_LIMITS
         if allowed.max_sparse_bytes is None:
-            room = os.statvfs(self.path)
-            allowed = replace(allowed, max_sparse_bytes=room.f_bavail * room.f_frsize)
+            allowed = replace(allowed, max_sparse_bytes=fs.free_bytes(self.path))
         if convert is None:
             yield scan(path, limits=allowed, exclusion=exclusion), ()
             return

@@ -22,7 +22,7 @@ import msgspec
 
 from mstore import fs
 from mstore.blocks.location import Location
-from mstore.blocks.pack_store import Packs
+from mstore.blocks.pack_store import PackReads, Packs
 from mstore.blocks.packs import NO_BASE, Footer, Kind, PackGone, SealedPack
 from mstore.blocks.segments import LIST, Found, Segments
 from mstore.terms.errors import RemoteAway
@@ -182,7 +182,7 @@ class _Remote:
         return self._places
 
 
-class RemoteBlocks:
+class RemoteBlocks(PackReads):
     """Where blocks lie that are not here: in packs of remotes, whose tables are here.
 
     remotes: names, and directories of tables (`blocks.segments`). A place says where a block was at
@@ -237,23 +237,16 @@ class RemoteBlocks:
             )
         return self.reader.read(name, pack, offset, length)
 
-    def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
-        """Fill buffers with bytes of a pack, one after the other. Raises as `read`."""
-        for target in targets:
-            target[:] = memoryview(self.read(pack, offset, len(target))).cast("B")
-            offset += len(target)
-
     def is_kept(self, at: Location) -> bool:
         """Return whether a payload elsewhere is at hand; see `PartReader.is_kept`."""
         return self.reader is not None and self.reader.is_kept(at.pack, at.offset, at.stored_length)
 
-    def forget(self, pack: PackId, offset: int, length: int) -> None:
-        """See `PartReader.forget`."""
+    def forget(self, pack: PackId, offset: int, length: int) -> bool:
         if self.reader is not None:
             self.reader.forget(pack, offset, length)
+        return True
 
     def will_need(self, pack: PackId, offset: int, length: int) -> None:
-        """See `PartReader.will_need`."""
         name = self.name_of(pack)
         if name is not None and self.reader is not None:
             self.reader.will_need(name, pack, offset, length)
@@ -301,10 +294,7 @@ class PacksAndRemotes(Packs):
         return 0 if self.is_elsewhere(pack) else self._here.version(pack)
 
     def forget(self, pack: PackId, offset: int, length: int) -> bool:
-        if not self.is_elsewhere(pack):
-            return False
-        self.elsewhere.forget(pack, offset, length)
-        return True
+        return self.is_elsewhere(pack) and self.elsewhere.forget(pack, offset, length)
 
     def where(self, pack: PackId) -> str:
         return (self.elsewhere if self.is_elsewhere(pack) else self._here).where(pack)

@@ -18,7 +18,7 @@ from threading import Condition
 
 from mstore import fs
 from mstore.blocks import packs
-from mstore.blocks.pack_store import HERE, Packs, Places
+from mstore.blocks.pack_store import Packs
 from mstore.blocks.packs import (
     Footer,
     Outdated,
@@ -370,8 +370,3 @@ class ScatteredPacks(PackFiles):
 
     def listed(self) -> Iterator[PackId]:
         return iter(sorted(self._staged))
-
-
-def places_of(store: Path) -> Places:
-    """Open the packs of a store, at each place."""
-    return Places({HERE: PackFiles(store / "packs")})

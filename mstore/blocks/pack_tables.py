@@ -70,10 +70,16 @@ def _checked(table: PackTable, end: int, starts: Numbers, where: str) -> PackTab
     return table
 
 
+def ids_of(table: PackTable) -> list[bytes]:
+    """Return the ids of a table's entries."""
+    ids: list[bytes] = table["id"].view("V32").tolist()
+    return ids
+
+
 def entries_of(table: PackTable) -> tuple[PackEntry, ...]:
     """Return the entries of a table, one by one."""
     columns: list[list[Any]] = [
-        table["id"].view("V32").tolist() if name == "id" else table[name].tolist()
+        ids_of(table) if name == "id" else table[name].tolist()
         for name in ("id", "kind", "codec", "width", "offset", "stored", "plain", "base")
     ]
     return tuple(map(PackEntry, *columns))

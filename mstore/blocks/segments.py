@@ -114,9 +114,9 @@ class Found(msgspec.Struct):
         alone: Flags = self.is_there & (self.base == np.void(NO_BASE))
         return alone
 
-    def used(self) -> set[PackId]:
-        """Return the packs of all that was found."""
-        return {self.packs[at] for at in np.unique(self.pack[self.is_there]).tolist()}
+    def packs_of(self, which: Flags) -> set[PackId]:
+        """Return the packs of these places."""
+        return {self.packs[at] for at in np.unique(self.pack[which]).tolist()}
 
     def bases(self) -> list[bytes]:
         """Return what the differences are made to, each once."""

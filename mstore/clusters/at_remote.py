@@ -16,9 +16,9 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
 
 import msgspec
 import numpy as np
@@ -29,9 +29,16 @@ from mstore.blocks.codecs import Elements, encode
 from mstore.blocks.location import Location
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import PackReads
-from mstore.blocks.pack_tables import entries_of, read_tables
-from mstore.blocks.packs import NO_BASE, Kind, PackEntry, SealedPack, SentPack, read_footer
-from mstore.blocks.reader import BlockReader, located
+from mstore.blocks.pack_tables import ids_of, read_tables
+from mstore.blocks.packs import (
+    NO_BASE,
+    Kind,
+    PackEntry,
+    SealedPack,
+    SentPack,
+    read_footer,
+)
+from mstore.blocks.reader import BlockReader, decoded, located
 from mstore.clusters.probe import scratch_bytes
 from mstore.merge.running.delivery import Delivery
 from mstore.merge.running.leftovers import pack_away, sound_pack, write_away, write_receipt
@@ -39,6 +46,7 @@ from mstore.merge.running.slices import Result
 from mstore.merge.running.workplace import Bench, BlockPlaces, Delivered, Workplace
 from mstore.models.made import Publication
 from mstore.remotes import address
+from mstore.remotes.arrival import ComingPack, is_pack
 from mstore.remotes.layout import pack_name
 from mstore.remotes.lazy import RemoteParts
 from mstore.remotes.needs import LocalRecords, R
@@ -58,7 +66,6 @@ from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId, TensorId
 from mstore.terms.phrases import Text, call
 from mstore.terms.report import ProgressCallback
 
-_FILE: Final = "file:"
 _TOGETHER: Final = 1 << 16
 """Blocks whose lengths are looked up at once."""
 _JOBS: Final = 4
@@ -78,9 +85,9 @@ class AtRemote(Workplace):
     @contextmanager
     def entered(self) -> Iterator[Bench]:
         with closing(self._objects()) as objects, fs.scratch() as scratch:
-            if self.config.url.startswith(_FILE):
-                path = Path(unquote(urlsplit(self.config.url).path))
-                with closing(PackFiles(path / "packs")) as files:
+            shared = address.shared_path(self.config.url)
+            if shared is not None:
+                with closing(PackFiles(shared / "packs")) as files:
                     yield _RemoteBench(objects, files, scratch)
                 return
             with closing(_PacksThere(Remote(self.config.name, objects, scratch))) as packs:
@@ -99,7 +106,7 @@ class AtRemote(Workplace):
             objects.remove(name)
 
     def hint(self) -> Text:
-        if self.config.url.startswith(_FILE):
+        if address.shared_path(self.config.url) is not None:
             return "workers need this directory under the same path, and may write it"
         return "workers take keys from their own environment: set there what this process has"
 
@@ -144,13 +151,13 @@ class _RemoteBench(Bench):
         self.directory = directory
 
     def deliver(self, pack: SealedPack) -> Delivered:
-        put_pack(self._objects, pack, _JOBS)
+        put_pack(self._objects, pack)
         sent = SentPack.of(pack)
         fs.unlink(pack.path)
         return sent
 
 
-def put_pack(objects: Objects, pack: SealedPack, jobs: int) -> None:
+def put_pack(objects: Objects, pack: SealedPack) -> None:
     """Put a sealed pack at a remote. Raises StorageFailed, Unavailable."""
 
     def pieces() -> Iterator[bytes]:
@@ -158,7 +165,7 @@ def put_pack(objects: Objects, pack: SealedPack, jobs: int) -> None:
             while piece := file.read(PIECE_BYTES):
                 yield piece
 
-    objects.put(pack_name(pack.id), pack.size, pieces(), jobs=jobs)
+    objects.put(pack_name(pack.id), pack.size, pieces(), jobs=_JOBS)
 
 
 # -- the coordinator's side --------------------------------------------------------------------
@@ -260,31 +267,28 @@ class FetchedDelivery(RemoteDelivery):
 
     def adopt(self, sink: Transaction, pack: Delivered) -> Sequence[BlockId]:
         if isinstance(pack, SealedPack):
-            sink.adopt(pack)
-            return [BlockId(entry.id) for entry in pack.entries]
+            return super().adopt(sink, pack)
         path = sink.directory / f"{pack.id.hex()[:16]}{PACK}"
         self._bring(pack, path)
         self._fetched.append(pack.id)
-        entries = read_footer(path).entries
-        sealed = SealedPack(pack.id, path, pack.size, entries)
+        sealed = SealedPack(pack.id, path, pack.size, read_footer(path).entries)
         self._prove(sink, sealed)
-        return [BlockId(entry.id) for entry in entries]
+        return [BlockId(entry.id) for entry in sealed.entries]
 
     def _bring(self, pack: SentPack, path: Path) -> None:
-        file = fs.NewFile(path)
+        coming = ComingPack(pack.id, path)
         try:
             for start in range(0, pack.size, _JOBS * PIECE_BYTES):
                 end = min(start + _JOBS * PIECE_BYTES, pack.size)
                 spans = [(at, min(PIECE_BYTES, end - at)) for at in range(start, end, PIECE_BYTES)]
-                for data in self._remote.objects.read_each(pack_name(pack.id), spans):
-                    file.begin_writing_back(file.append(data), len(data))
-            file.protect()
-            file.sync()
-            file.close()
+                parts = self._remote.objects.read_each(pack_name(pack.id), spans)
+                for (at, _), data in zip(spans, parts, strict=True):
+                    coming.write(at, memoryview(data))
         except BaseException:
-            file.abandon()
+            coming.file.abandon()
             raise
-        if read_footer(path).id != pack.id:
+        coming.land()
+        if not is_pack(path, pack.id, pack.size):
             raise Corrupt("the pack does not match its name", where=self._where(pack.id))
 
     def _prove(self, sink: Transaction, pack: SealedPack) -> None:
@@ -294,11 +298,17 @@ class FetchedDelivery(RemoteDelivery):
         """
         kept: list[PackEntry] = []
         anew: list[tuple[BlockId, PackEntry, Buffer]] = []
+        bases = [BlockId(base) for base in {entry.base for entry in pack.entries} - {NO_BASE}]
+        stored = set(compress(bases, self._catalog.has_blocks(bases)))
+        alone = self._catalog.stored_alone(bases)
         with closing(PackFiles(sink.directory, staged={pack.id: pack.path})) as files:
             reader = BlockReader(files, self._catalog.block_size)
             for entry in pack.entries:
                 id, at = BlockId(entry.id), located(pack.id, entry)
-                base = None if entry.base == NO_BASE else self._base(BlockId(entry.base))
+                base = None
+                if entry.base != NO_BASE:
+                    under = BlockId(entry.base)
+                    base = self._catalog.read_block(under) if under in stored else self._base(under)
                 try:
                     data = reader.block(id, at, base)
                 except Corrupt as error:
@@ -307,8 +317,7 @@ class FetchedDelivery(RemoteDelivery):
                         where=self._where(pack.id),
                         hint="run the same merge again",
                     ) from error
-                is_here = entry.base == NO_BASE or self._is_base_here(BlockId(entry.base))
-                if is_here:
+                if entry.base == NO_BASE or entry.base in alone:
                     kept.append(entry)
                 else:
                     anew.append((id, entry, data))
@@ -318,21 +327,12 @@ class FetchedDelivery(RemoteDelivery):
             how = Elements(entry.width, False)
             sink.put_block(id, encode(data, how, self._catalog.config.codec), "", 0)
 
-    def _is_base_here(self, base: BlockId) -> bool:
-        index = self._catalog.index
-        with index.env.read() as transaction:
-            place = index.block(transaction, base)
-        return place is not None and place.base == NO_BASE
-
     def _base(self, base: BlockId) -> Buffer:
-        if self._catalog.has_blocks([base])[0]:
-            return self._catalog.read_block(base)
+        """Return what a difference is made to, from the remote."""
         at = self.places.locate_with_bases([base])[base]
         [payload] = self._remote.objects.read_each(
             pack_name(at.pack), [(at.offset, at.stored_length)]
         )
-        from mstore.blocks.reader import decoded
-
         return decoded(base, at, payload)
 
     def _where(self, pack: PackId) -> str:
@@ -348,22 +348,16 @@ class FetchedDelivery(RemoteDelivery):
 
 
 class PushedDelivery(RemoteDelivery):
-    """The packs stay at the remote, and its ref moves: nothing is published here.
-
-    report: what the push did, once that was published.
-    """
+    """The packs stay at the remote, and its ref moves: nothing is published here."""
 
     def __init__(
         self,
         catalog: Catalog,
         remote: Remote,
         config: RemoteConfig,
-        *,
-        jobs: int = _JOBS,
         progress: ProgressCallback | None = None,
     ) -> None:
         super().__init__(catalog, remote, config)
-        self._jobs = jobs
         self._progress = progress
         self._sent: list[SentPack] = []
 
@@ -372,10 +366,9 @@ class PushedDelivery(RemoteDelivery):
 
     def adopt(self, sink: Transaction, pack: Delivered) -> Sequence[BlockId]:
         if isinstance(pack, SealedPack):
-            sink.adopt(pack)
-            return [BlockId(entry.id) for entry in pack.entries]
-        [table] = read_tables([(pack.id, pack.table)], "")[:1]
-        blocks = [BlockId(one.id) for one in entries_of(table)]
+            return super().adopt(sink, pack)
+        table, _ = read_tables([(pack.id, pack.table)], "")
+        blocks = list(map(BlockId, ids_of(table)))
         sink.count_in(blocks)
         self._sent.append(pack)
         return blocks
@@ -385,18 +378,18 @@ class PushedDelivery(RemoteDelivery):
         transaction = publication.transaction
         own = transaction.sealed()
         for one in own:
-            put_pack(self._remote.objects, one, self._jobs)
+            put_pack(self._remote.objects, one)
         packs = [*self._sent, *map(SentPack.of, own)]
         source = _StagedRecords(self._catalog, transaction)
-        self.report = Push(
+        report = Push(
             self._catalog,
             self._remote,
             (),
             staged=Staged(publication.refs, source, packs),
-            jobs=self._jobs,
+            jobs=_JOBS,
             progress=self._progress,
         ).run(dry_run=False)
-        return sum(one.size for one in packs) + self.report.bytes_sent
+        return sum(one.size for one in packs) + report.bytes_sent
 
 
 class _StagedRecords(LocalRecords):

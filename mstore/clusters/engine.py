@@ -22,7 +22,7 @@ from blake3 import blake3
 from mstore import terms
 from mstore.merge.running.runners import execute
 from mstore.merge.running.slices import Receipt, Slice
-from mstore.terms.errors import BadRequest
+from mstore.terms.errors import BadRequest, Incompatible
 
 T = TypeVar("T")
 _KNOWN: Final = 5.0
@@ -39,6 +39,20 @@ def sources() -> str:
         hasher.update(path.relative_to(root).as_posix().encode() + b"\0")
         hasher.update(path.read_bytes())
     return hasher.hexdigest()[:16]
+
+
+def require_alike(told: tuple[str, str], own: tuple[str, str], where: str) -> None:
+    """Raise Incompatible unless a worker has the mstore of this process.
+
+    told, own: version and digest of the sources of each. where: what people call the worker.
+    """
+    if told != own:
+        what = told[0] if told[0] != own[0] else f"{told[0]} with other sources"
+        raise Incompatible(
+            f"its version of mstore is {what}, that of this process {own[0]}",
+            where=where,
+            hint=f"install the same on both: pip install mstore=={own[0]}",
+        )
 
 
 class Engine(ABC):

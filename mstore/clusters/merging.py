@@ -65,7 +65,7 @@ def on_cluster(
             if config is None or there is None:
                 delivery = InStoreDelivery(catalog)
             elif push:
-                delivery = PushedDelivery(catalog, there, config, progress=progress)
+                delivery = PushedDelivery(catalog, there, config, progress)
             else:
                 delivery = FetchedDelivery(catalog, there, config)
             if not attempt:

@@ -44,10 +44,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from mstore import fs
-from mstore.clusters.engine import sources
+from mstore.clusters.engine import require_alike, sources
 from mstore.merge.running.runners import worker_name
 from mstore.terms import __version__
-from mstore.terms.errors import Incompatible, Interrupted, MstoreError, StorageFailed, Unavailable
+from mstore.terms.errors import Interrupted, MstoreError, StorageFailed, Unavailable
 
 T = TypeVar("T")
 _BEAT: Final = "beat"
@@ -93,9 +93,10 @@ class Hello(msgspec.Struct, frozen=True):
         """Return what this process says."""
         return cls(worker_name(), __version__, sources())
 
-    def is_like(self, other: Hello) -> bool:
-        """Return whether both compute the same bytes."""
-        return (self.version, self.code) == (other.version, other.code)
+    @property
+    def build(self) -> tuple[str, str]:
+        """What decides which bytes it computes."""
+        return self.version, self.code
 
 
 # -- the directory -----------------------------------------------------------------------------
@@ -199,7 +200,7 @@ class Pilot:
         own = Hello.own()
         try:
             self._board.write(f"{self._name}{_HELLO}", msgspec.json.encode(own))
-            if not own.is_like(self._wanted):
+            if own.build != self._wanted.build:
                 return "it has another mstore"
             for one in (signal.SIGTERM, signal.SIGUSR2):
                 signal.signal(one, self._told_to_leave)
@@ -479,14 +480,8 @@ class Coordinator:
             hello = msgspec.json.decode(told, type=Hello)
             self._hellos[pilot] = hello
             self._next_look = 0.0
-            if not hello.is_like(self._own):
-                is_other = hello.version != self._own.version
-                what = hello.version if is_other else f"{hello.version} with other sources"
-                raise Incompatible(
-                    f"its version of mstore is {what}, that of this process {self._own.version}",
-                    where=f"worker {_job(pilot)} ({hello.worker})",
-                    hint=f"install the same on both: pip install mstore=={self._own.version}",
-                )
+            worker = f"worker {_job(pilot)} ({hello.worker})"
+            require_alike(hello.build, self._own.build, worker)
 
     def _receive(self, name: _Name) -> None:
         told = self._board.read(str(name))

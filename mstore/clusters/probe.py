@@ -8,7 +8,6 @@ after an hour. The level of its kernels may differ: every level gives the same b
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -16,12 +15,12 @@ from typing import Final
 import msgspec
 
 from mstore import fs
-from mstore.clusters.engine import Engine, sources
+from mstore.clusters.engine import Engine, require_alike, sources
 from mstore.merge.running.runners import worker_name
 from mstore.merge.running.workplace import Workplace
 from mstore.numeric import halves
 from mstore.terms import __version__
-from mstore.terms.errors import Incompatible, MstoreError, Unavailable
+from mstore.terms.errors import MstoreError, Unavailable
 from mstore.terms.phrases import Option, phrase
 from mstore.terms.sizes import format_size
 
@@ -42,7 +41,6 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     version: str
     code: str
     level: str
-    python: str
     problem: str | None
     scratch_bytes: int
     memory_bytes: int
@@ -61,7 +59,6 @@ def facts(workplace: Workplace) -> WorkerFacts:
         version=__version__,
         code=sources(),
         level=level,
-        python=sys.version.split()[0],
         problem=problem,
         scratch_bytes=workplace.free_bytes(),
         memory_bytes=_memory(),
@@ -73,17 +70,10 @@ def require_able(engine: Engine, workplace: Workplace, *, memory: int, slice_byt
 
     memory: bytes that a slice may take. slice_bytes: of its output.
     """
-    own_version, own_code = __version__, sources()
+    own = __version__, sources()
     for name, told in engine.each(facts, workplace).items():
         where = f"worker {name}" if name == told.worker else f"worker {name} ({told.worker})"
-        if (told.version, told.code) != (own_version, own_code):
-            is_other = told.version != own_version
-            what = told.version if is_other else f"{told.version} with other sources"
-            raise Incompatible(
-                f"its version of mstore is {what}, that of this process {own_version}",
-                where=where,
-                hint=f"install the same on both: pip install mstore=={own_version}",
-            )
+        require_alike((told.version, told.code), own, where)
         if told.problem is not None:
             raise Unavailable(
                 f"it cannot work here: {told.problem}", where=where, hint=workplace.hint()
@@ -118,5 +108,4 @@ def _memory() -> int:
 def scratch_bytes() -> int:
     """Return the bytes that are free where temporary files go."""
     with fs.scratch() as path:
-        status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
+        return fs.free_bytes(path)

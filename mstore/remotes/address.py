@@ -164,6 +164,11 @@ def web_server(url: str) -> str:
     return server_of(url) if is_web(url) else ""
 
 
+def shared_path(url: str) -> Path | None:
+    """Return the directory that an address names; None if it is no directory's."""
+    return Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+
+
 def is_read_only(url: str) -> bool:
     """Return whether nothing can be pushed to an address."""
     return is_web(url) or url.startswith(bundle.SCHEME)
@@ -186,8 +191,9 @@ def opened(
         return Bundle(Path(config.url.removeprefix(bundle.SCHEME)))
     if is_web(config.url):
         return _web(config.url, endpoints, token)
-    if config.url.startswith("file:"):
-        return SharedDirectory(Path(unquote(urlsplit(config.url).path)))
+    shared = shared_path(config.url)
+    if shared is not None:
+        return SharedDirectory(shared)
     if config.endpoint and config.endpoint not in {one.rstrip("/") for one in endpoints}:
         raise Conflict(
             f"the store's settings send your credentials to {config.endpoint}, which your own "

@@ -78,7 +78,7 @@ class Incoming:
             return fs.listed(self._directory)
 
 
-class _Coming:
+class ComingPack:
     """A pack that is being downloaded, as a file beside its place."""
 
     def __init__(self, pack: PackId, path: Path) -> None:
@@ -229,16 +229,16 @@ class Arrival:
         """Download packs, unless an earlier fetch did: the pieces of all in one row."""
         sizes = {pack: self._state.packs()[pack].size for pack in by_pack}
         self._files |= {pack: self._incoming.path(pack) for pack in by_pack}
-        lacking = [pack for pack in by_pack if not _is_pack(self._files[pack], pack, sizes[pack])]
-        coming: dict[PackId, _Coming] = {}
+        lacking = [pack for pack in by_pack if not is_pack(self._files[pack], pack, sizes[pack])]
+        coming: dict[PackId, ComingPack] = {}
 
-        def asked() -> Iterator[tuple[_Coming, PackSpan]]:
+        def asked() -> Iterator[tuple[ComingPack, PackSpan]]:
             for pack in lacking:
-                one = coming[pack] = _Coming(pack, self._files[pack])
+                one = coming[pack] = ComingPack(pack, self._files[pack])
                 for span in pieces(sizes[pack], by_pack[pack]):
                     yield one, span
 
-        def bring(asked: tuple[_Coming, PackSpan]) -> list[Key]:
+        def bring(asked: tuple[ComingPack, PackSpan]) -> list[Key]:
             return self._piece(*asked)
 
         brought = in_order(
@@ -259,7 +259,7 @@ class Arrival:
             raise
         return [self._sealed(pack, sizes[pack], needed) for pack, needed in by_pack.items()]
 
-    def _piece(self, one: _Coming, span: PackSpan) -> list[Key]:
+    def _piece(self, one: ComingPack, span: PackSpan) -> list[Key]:
         """Bring a part of a pack; return which blocks in it need no look any more."""
         data = read_span(self._remote, one.pack, span)
         view, most = memoryview(data), self._catalog.block_size
@@ -277,7 +277,7 @@ class Arrival:
         return sound
 
     def _require_pack(self, path: Path, pack: PackId, size: int) -> None:
-        if not _is_pack(path, pack, size):
+        if not is_pack(path, pack, size):
             fs.unlink(path, missing_ok=True)
             raise Corrupt(
                 "the pack does not match its name",
@@ -405,7 +405,8 @@ def _take(packs: NewPacks, span: PackSpan, data: Buffer) -> None:
         packs.copy(key, at, view[start : start + at.stored_length])
 
 
-def _is_pack(path: Path, pack: PackId, size: int) -> bool:
+def is_pack(path: Path, pack: PackId, size: int) -> bool:
+    """Return whether a file is this pack, by its size, header and footer."""
     try:
         found = read_footer(path)
     except Corrupt:

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from itertools import compress
 from typing import Final
 from uuid import uuid4
 
 import msgspec
-import numpy as np
 
 from mstore import fs
 from mstore.blocks.location import Key, Location
@@ -62,7 +62,7 @@ from mstore.terms.errors import (
     StorageFailed,
     did_you_mean,
 )
-from mstore.terms.ids import BlockId, PackId, SnapshotId
+from mstore.terms.ids import PackId, SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
@@ -398,27 +398,27 @@ class Push:
     def _missing(self, blocks: Sequence[bytes], places: RemotePlaces, used: _Used) -> list[bytes]:
         """Note which packs have these blocks, and what they are differences to; return the rest."""
         there = places.found(blocks)
-        used.packs |= there.used()
+        used.packs |= there.packs_of(there.is_there)
         self._not_alone(there.bases(), places, used)
-        left = [blocks[at] for at in np.flatnonzero(~there.is_there).tolist()]
+        left = list(compress(blocks, ~there.is_there))
         sent = self._sent.found(Kind.BLOCK, left)
         # An earlier push may have put a difference, and not what it is made to.
-        lost = set(self._not_alone(sent.bases(), places, used))
-        lost -= {base for base in lost if self._is_alone_here(base)}
+        lacking = self._not_alone(sent.bases(), places, used)
+        needed = self._catalog.stored_alone(lacking)
+        lost = set(lacking) - needed
         if lost:
             for number, base in enumerate(sent.base.tolist()):
                 if base in lost:
                     sent.put_one(number, None)
-        used.packs |= sent.used()
-        missing = [left[at] for at in np.flatnonzero(~sent.is_there).tolist()]
-        needed = dict.fromkeys(base for base in sent.bases() if base not in lost)
-        return [*missing, *self._not_alone(list(needed), places, used)]
+        used.packs |= sent.packs_of(sent.is_there)
+        return [*compress(left, ~sent.is_there), *sorted(needed)]
 
     def _not_alone(self, blocks: Sequence[bytes], places: RemotePlaces, used: _Used) -> list[bytes]:
         """Note which packs have these without a base; return those of which none has."""
         there = places.found(blocks)
-        used.packs |= {there.packs[at] for at in np.unique(there.pack[there.is_alone]).tolist()}
-        left = [blocks[at] for at in np.flatnonzero(~there.is_alone).tolist()]
+        alone = there.is_alone
+        used.packs |= there.packs_of(alone)
+        left = list(compress(blocks, ~alone))
         missing = []
         for id, place in zip(left, places.alone(left), strict=True):
             if place is None:
@@ -426,14 +426,9 @@ class Push:
             else:
                 used.packs.add(place.pack)
         sent = self._sent.found(Kind.BLOCK, missing)
-        used.packs |= {sent.packs[at] for at in np.unique(sent.pack[sent.is_alone]).tolist()}
-        return [missing[at] for at in np.flatnonzero(~sent.is_alone).tolist()]
-
-    def _is_alone_here(self, block: bytes) -> bool:
-        index = self._catalog.index
-        with index.env.read() as transaction:
-            here = index.block(transaction, BlockId(block))
-        return here is not None and here.base == NO_BASE
+        alone = sent.is_alone
+        used.packs |= sent.packs_of(alone)
+        return list(compress(missing, ~alone))
 
     def _missing_records(
         self, kind: Kind, ids: Sequence[bytes], places: RemotePlaces, used: _Used
@@ -446,9 +441,9 @@ class Push:
             else:
                 used.note(kind, id, place.pack)
         sent = self._sent.found(kind, missing)
-        for at in np.flatnonzero(sent.is_there).tolist():
-            used.note(kind, missing[at], sent.packs[sent.pack[at]])
-        return [missing[at] for at in np.flatnonzero(~sent.is_there).tolist()]
+        for id, pack in compress(zip(missing, sent.pack, strict=True), sent.is_there):
+            used.note(kind, id, sent.packs[pack])
+        return list(compress(missing, ~sent.is_there))
 
     def _located(self, kind: Kind, ids: Sequence[bytes]) -> list[tuple[Key, Location]]:
         """Return where these lie here. Raises Corrupt for one that is neither here nor there."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Location, Row, stored_lengths
+from mstore.blocks.location import Location, Row, base_of, stored_lengths
 from mstore.blocks.pack_store import HERE, Packs, Places
 from mstore.blocks.packs import Kind, Outdated, PackGone
 from mstore.blocks.reader import (
@@ -152,6 +152,14 @@ class Payloads:
         lengths = np.empty(len(blocks), dtype=np.int64)
         lengths[order] = stored_lengths(_all_stored(ordered, rows))
         return lengths
+
+    def stored_alone(self, blocks: Iterable[bytes]) -> set[bytes]:
+        """Return those of these blocks that are stored in a form that needs no base."""
+        wanted = list(blocks)
+        with self.index.env.read() as transaction:
+            rows = self.index.block_rows(transaction, wanted)
+        pairs = zip(wanted, rows, strict=True)
+        return {block for block, row in pairs if row is not None and base_of(row) is None}
 
     def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
         """Return whether each block is stored."""

@@ -222,7 +222,10 @@ class Transaction:
         return known.count(False)
 
     def count_in(self, blocks: Iterable[BlockId]) -> None:
-        """Take blocks as part of this whose pack lies elsewhere: then `commit` is not called."""
+        """Take blocks as part of this that lie in no pack which it was given to publish.
+
+        Where their pack lies elsewhere, `commit` is not called.
+        """
         before = len(self._own)
         self._own.update(blocks)
         self.blocks_new += len(self._own) - before
@@ -242,9 +245,7 @@ class Transaction:
     def go_on_with(self, writer: PackWriter, blocks: Iterable[BlockId]) -> None:
         """Take over an unfinished pack in `directory` that holds these blocks, and append to it."""
         self._packs.go_on_with(writer)
-        before = len(self._own)
-        self._own.update(blocks)
-        self.blocks_new += len(self._own) - before
+        self.count_in(blocks)
 
     def rely_on(self, keys: Iterable[Key]) -> None:
         """Require these blocks and records to be stored still when this commits."""

@@ -41,9 +41,11 @@ class Delivery(ABC):
     def found(self, receipt: Path) -> Delivered | None:
         """Return the pack of a receipt that an interrupted merge left, if that is sound."""
 
-    @abstractmethod
     def adopt(self, sink: Transaction, pack: Delivered) -> Sequence[BlockId]:
         """Make a pack part of what will be published; return its blocks."""
+        assert isinstance(pack, SealedPack)
+        sink.adopt(pack)
+        return [BlockId(entry.id) for entry in pack.entries]
 
     @abstractmethod
     def publish(self, publication: Publication) -> int:
@@ -66,11 +68,6 @@ class InStoreDelivery(Delivery):
 
     def found(self, receipt: Path) -> Delivered | None:
         return sound_pack(receipt.with_suffix(PACK), self._catalog)
-
-    def adopt(self, sink: Transaction, pack: Delivered) -> Sequence[BlockId]:
-        assert isinstance(pack, SealedPack)
-        sink.adopt(pack)
-        return [BlockId(entry.id) for entry in pack.entries]
 
     def publish(self, publication: Publication) -> int:
         publication.commit()

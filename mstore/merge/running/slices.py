@@ -117,11 +117,6 @@ class Slice(_Compressed, msgspec.Struct, frozen=True, eq=False):
         return f"{self.number}: {begin} to {end}"
 
     @property
-    def out_bytes(self) -> int:
-        """Plain bytes of its output."""
-        return sum(task.out_bytes for run in self.runs for task in run.chunks)
-
-    @property
     def expert_bytes(self) -> int:
         """Bytes at rest that it reads from experts."""
         return sum(task.expert_bytes for run in self.runs for task in run.chunks)

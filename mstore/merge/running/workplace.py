@@ -14,20 +14,18 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from mstore import fs
 from mstore.blocks.location import Location
 from mstore.blocks.pack_files import PackFiles
 from mstore.blocks.pack_store import PackReads
 from mstore.blocks.packs import SealedPack, SentPack
-from mstore.terms.errors import Unavailable
+from mstore.merge.planning.costs import Lengths
+from mstore.terms.errors import MstoreError, Unavailable
 from mstore.terms.ids import BlockId
 from mstore.terms.phrases import Option, Text, phrase
 
@@ -74,14 +72,11 @@ class Workplace(ABC):
         """Return the bytes that are free for packs being written; 0 if that is unknown."""
 
 
-class BlockPlaces(Protocol):
+class BlockPlaces(Lengths, Protocol):
     """Where blocks lie for who reads them: the catalog says it of the store."""
 
     def locate_with_bases(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:
         """Locate blocks, and those that they are differences to. Raises Corrupt, Conflict."""
-
-    def stored_lengths(self, blocks: Sequence[bytes]) -> npt.NDArray[np.int64]:
-        """Return bytes at rest of each block, int64[blocks]."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +105,9 @@ class InStore(Workplace):
         )
 
     def free_bytes(self) -> int:
-        try:
-            status = os.statvfs(self.directory)
-        except OSError:
-            return 0
-        return status.f_bavail * status.f_frsize
+        with suppress(MstoreError, OSError):
+            return fs.free_bytes(self.directory)
+        return 0
 
 
 class _StoreBench(Bench):
