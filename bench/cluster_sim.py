@@ -211,8 +211,6 @@ CHANGES: Final[dict[str, Change]] = {
     "limited tensors cut": lambda case, cluster, told, some: (
         cluster, told, case.works(cluster.workers, is_limited=False)),
     "slices as columns": lambda case, cluster, told, some: (cluster, lighter(told, 5), some),
-    "32 requests at once": lambda case, cluster, told, some: (
-        replace(cluster, requests=32), told, some),
     "put while the next computes": lambda case, cluster, told, some: (
         replace(cluster, overlap=True), told, some),
     "start, commit / 4": lambda case, cluster, told, some: (
