@@ -328,40 +328,46 @@ def held(values: Any) -> int:
     return size(values)
 
 
-def plan(work: Path, budget: str, method: str) -> Figures:
-    """Plan in a process of its own, whose memory is not the coordinator's."""
+def plan(store: Store, budget: str, method: str) -> Figures:
+    """Plan, and say how long that took."""
+    names = sorted(one.name for one in store.refs() if one.name.startswith("expert"))
+    began = time.process_time()
+    made = store.plan(
+        MergeRequest(
+            base="base",
+            experts=[(name, 1 / len(names)) for name in names],
+            method=method,
+            parameters={"density": 0.2} if method == "ties" else {},
+            budget=budget,
+            analyze=False,
+        )
+    )
+    return {"plan": str(made.plan), "seconds": time.process_time() - began}
+
+
+def plan_before(work: Path, budget: str, method: str) -> Figures:
+    """Plan in a process of its own, whose memory is not the coordinator's; its peak is told."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         peaks = Peaks("plan")
         with Store.open(work / "store") as store:
-            names = sorted(one.name for one in store.refs() if one.name.startswith("expert"))
-            began = time.process_time()
-            made = store.plan(
-                MergeRequest(
-                    base="base",
-                    experts=[(name, 1 / len(names)) for name in names],
-                    method=method,
-                    parameters={"density": 0.2} if method == "ties" else {},
-                    budget=budget,
-                    analyze=False,
-                )
-            )
-            seconds = time.process_time() - began
+            told = plan(store, budget, method)
         peaks.end()
-        told = {"plan": str(made.plan), "seconds": seconds, "anonymous": peaks.bytes["plan"]}
-        os.write(writing, json.dumps(told).encode())
+        os.write(writing, json.dumps(told | {"anonymous": peaks.bytes["plan"]}).encode())
         os._exit(0)
     os.close(writing)
-    with open(reading, "rb") as told_of:
-        found: Figures = json.loads(told_of.read())
+    with open(reading, "rb") as answer:
+        found: Figures = json.loads(answer.read())
     os.waitpid(child, 0)
     return found
 
 
-def once(work: Path, budget: str, method: str, workers: int, *, looks: bool) -> Figures:
-    """One merge, in this process."""
-    planned = plan(work, budget, method)
+def once(
+    work: Path, budget: str, method: str, workers: int, *, looks: bool, before: bool = False
+) -> Figures:
+    """One merge, in this process. before: planned in another."""
+    planned = plan_before(work, budget, method) if before else {}
     watch, cluster = Watch(), Pretended(workers)
     kept = Held()
     if looks:
@@ -374,6 +380,8 @@ def once(work: Path, budget: str, method: str, workers: int, *, looks: bool) -> 
     runners.RemoteRunner.run = _in_phase(runners.RemoteRunner.run, peaks)  # type: ignore[method-assign]
     watch.wrap(at_remote.PushedDelivery, "publish", "publish")
     with Store.open(work / "store") as store:
+        if not before:
+            planned = plan(store, budget, method)
         began = time.process_time()
         report = store.merge(
             planned["plan"], name=f"merged{time.time_ns()}", memo=False, cluster=cluster,
@@ -400,7 +408,7 @@ def once(work: Path, budget: str, method: str, workers: int, *, looks: bool) -> 
             "commit": ended - watch.last["run"],
             "of it publish": watch.seconds["publish"],
         },
-        "anonymous": peaks.bytes | {"plan": planned["anonymous"]},
+        "anonymous": peaks.bytes | {"plan": planned.get("anonymous", 0)},
         "held": kept.bytes,
         "pushed_to": report.pushed_to,
     }
@@ -417,6 +425,7 @@ def main() -> None:
     parser.add_argument("--method", default="ties")
     parser.add_argument("--workers", type=int, default=128)
     parser.add_argument("--held", action="store_true", help="also what holds the memory")
+    parser.add_argument("--before", action="store_true", help="plan in another process")
     given = parser.parse_args()
     given.work = given.work.absolute()
     if not (given.work / "store").exists():
@@ -428,7 +437,8 @@ def main() -> None:
             os._exit(0)
         if os.waitpid(child, 0)[1]:
             raise SystemExit("no family was made")
-    print(json.dumps(once(given.work, given.budget, given.method, given.workers, looks=given.held)))
+    ways = {"looks": given.held, "before": given.before}
+    print(json.dumps(once(given.work, given.budget, given.method, given.workers, **ways)))
 
 
 if __name__ == "__main__":

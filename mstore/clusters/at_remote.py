@@ -41,7 +41,7 @@ from mstore.blocks.packs import (
 from mstore.blocks.reader import BlockReader, decoded, located
 from mstore.clusters.probe import scratch_bytes
 from mstore.merge.running.delivery import Delivery
-from mstore.merge.running.leftovers import pack_away, sound_pack, write_away, write_receipt
+from mstore.merge.running.leftovers import pack_away, sound_pack, write_receipt
 from mstore.merge.running.slices import Result
 from mstore.merge.running.workplace import Bench, BlockPlaces, Delivered, Workplace
 from mstore.models.made import Publication
@@ -238,13 +238,11 @@ class RemoteDelivery(Delivery):
     def keep(self, directory: Path, pack: Delivered, results: Sequence[Result]) -> None:
         if isinstance(pack, SentPack):
             path = directory / f"{pack.id.hex()[:16]}{PACK}"
-            write_away(path, self._uuid, pack)
-            write_receipt(path, results)
+            write_receipt(path, results, (self._uuid, pack))
 
     def _here(self, receipt: Path) -> SealedPack | None:
         """Return the pack that lies beside a receipt, if that is sound."""
-        path = receipt.with_suffix(PACK)
-        return sound_pack(path, self._catalog) if fs.is_there(path) else None
+        return sound_pack(receipt.with_suffix(PACK), self._catalog)
 
     def _there(self, receipt: Path) -> SentPack | None:
         """Return the pack at this remote that a receipt is of, if that is there."""
