@@ -69,9 +69,10 @@ def section(id: str, title: str, lead: Child, *children: Child, gap: str | None 
     )
 
 
-def scroll(label: str, *children: Child) -> Markup:
-    """Return what may be wider than the page; it scrolls, also by keyboard."""
-    return tag("div", *children, class_="scroll", role="region", aria_label=label, tabindex="0")
+def scroll(label: str, *children: Child, is_long: bool = False) -> Markup:
+    """Return what may be wider than the page, or longer than a screen; keys scroll it, too."""
+    kind = "scroll long" if is_long else "scroll"
+    return tag("div", *children, class_=kind, role="region", aria_label=label, tabindex="0")
 
 
 class Cell:

@@ -23,7 +23,7 @@ _MONO = 0.605
 """Width of a letter relative to the size of a monospaced font."""
 _SANS = 0.6
 """The same of common letters of other fonts, on average, rounded up."""
-DASH, MINUS = "\u2013", "\u2212"
+DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
 DIGITS = 3
 """Significant digits of numbers."""
 
@@ -48,18 +48,18 @@ def percent(value: float | None, digits: int = DIGITS) -> str:
         return DASH
     scaled = 100 * value
     text = f"{scaled:.0f}" if abs(scaled) >= 100 else f"{scaled:.{digits}g}"
-    return f"{text} %".replace("-", MINUS)
+    return f"{text}\u00a0%".replace("-", MINUS)
 
 
 class Levels(msgspec.Struct, frozen=True):
     """A scale of colours: numbers below `edges[n]` and not below the one before are of class n.
 
-    classes: one more than edges.  is_share: whether numbers are written as percentages.
+    classes: one more than edges.  form: how numbers are written; empty: as percentages.
     """
 
     edges: tuple[float, ...]
     classes: tuple[str, ...]
-    is_share: bool = True
+    form: str = ""
 
     def class_of(self, value: float | None) -> str | None:
         """Return the class of a number; None if it is unknown."""
@@ -69,7 +69,13 @@ class Levels(msgspec.Struct, frozen=True):
 
     def told(self, value: float | None) -> str:
         """Format a number of this scale."""
-        return percent(value) if self.is_share else number(value)
+        if value is None or not self.form:
+            return percent(value)
+        return f"{value:{self.form}}".replace("-", MINUS)
+
+    def short(self, value: float) -> str:
+        """Format a number for a small cell, without its unit."""
+        return self.told(value) if self.form else f"{100 * value:.0f}".replace("-", MINUS)
 
 
 SHARES = Levels((1e-9, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95), tuple(f"h{n}" for n in range(9)))
@@ -82,27 +88,27 @@ SIGNED = Levels(
 COSINES = Levels(
     (-0.6, -0.3, -0.1, -0.02, 0.02, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9),
     SIGNED.classes,
-    is_share=False,
+    ".2f",
 )
 
 
-def growing(values: Iterable[float | None], *, is_share: bool = True) -> Levels:
-    """Return a scale from zero to the largest of some numbers, logarithmic if they span decades."""
+def growing(values: Iterable[float | None], form: str = "") -> Levels:
+    """Return a scale from zero to the largest of some numbers.
+
+    Where they differ by less than half, its steps are equal; else each has as many of the numbers.
+    """
     known = sorted(value for value in values if value is not None and 0 < value < math.inf)
     if not known:
-        return Levels((), ("h0",), is_share)
-    low, high = known[len(known) // 50], known[-1]
-    if high > 12 * low:
-        steps = [low * (high / low) ** (n / 8) for n in range(1, 8)]
+        return Levels((), ("h0",), form)
+    low, high = known[len(known) // 20], known[-1 - len(known) // 20]
+    if high < 2 * low:
+        steps = [known[-1] * n / 8 for n in range(1, 8)]
     else:
-        steps = [high * n / 8 for n in range(1, 8)]
+        steps = [known[len(known) * n // 8] for n in range(1, 8)]
     edges = sorted({float(f"{step:.2g}") for step in steps})
     # The first class is of numbers that are zero.
-    return Levels(
-        (math.ulp(0.0), *edges),
-        tuple(f"h{round(n * 8 / (len(edges) + 1))}" for n in range(len(edges) + 2)),
-        is_share,
-    )
+    names = tuple(f"h{round(n * 8 / (len(edges) + 1))}" for n in range(len(edges) + 2))
+    return Levels((math.ulp(0.0), *edges), names, form)
 
 
 def legend(levels: Levels) -> list[tuple[str, str]]:

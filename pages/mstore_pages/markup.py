@@ -50,7 +50,7 @@ def join(children: Iterable[Child]) -> Markup:
     return Markup("".join(map(escaped, children)))
 
 
-def tag(name: str, *children: Child, **attributes: object) -> Markup:
+def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
     """Return an element of HTML or SVG.
 
     attributes: `_` in a name stands for `-`, and one at its end is dropped (`class_`).  True gives

@@ -55,7 +55,7 @@ def draw(matrix: Matrix) -> Markup:
     has_unknown = any(cell is None for row in matrix.cells for cell in row)
     entries = [*scale, *([("unknown", matrix.unknown)] if has_unknown else [])]
     bottom = top + CELL * len(matrix.rows)
-    per_row, step = _columns(entries, max(right, 420.0) - 2 * _PADDING)
+    per_row, step = _columns(entries, max(right, 640.0) - 2 * _PADDING)
     rows = -(-len(entries) // per_row)
     width = max(
         right + _PADDING,
@@ -119,7 +119,7 @@ def _cell(
     ]
     if has_number and name:
         ink = "on-dark" if name in _DARK else "on-light"
-        short = told.removesuffix(" %")
+        short = matrix.levels.short(value or 0.0)
         parts.append(text(x + across / 2, y + CELL / 2 + 4, short, f"middle {ink}"))
     return join(parts)
 

@@ -71,7 +71,7 @@
     if (value === null) return "\u2013";
     const scaled = 100 * value, size = Math.abs(scaled);
     const text = size >= 100 ? scaled.toFixed(0) : size < 5e-5 ? "0" : String(Number(scaled.toPrecision(3)));
-    return text.replaceAll("-", "\u2212") + " %";
+    return text.replaceAll("-", "\u2212") + "\u00a0%";
   }
 
   function classOf(value, measure) {
