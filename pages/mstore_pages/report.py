@@ -626,11 +626,7 @@ def _tensors(tensors: Sequence[ChangedTensor]) -> Markup:
             Cell(one.name, "name"),
             Cell(percent(one.change), "n", one.change),
             one.dtype,
-            Cell(
-                f" {figures.TIMES} ".join(map(str, one.shape)) or "scalar",
-                "n",
-                _elements(one.shape),
-            ),
+            Cell(_shape(one.shape), "n", math.prod(one.shape)),
         ]
         if one.blocks is not None:
             row.append(Cell(f"{one.blocks_changed} of {one.blocks}", "n", one.blocks_changed))
