@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Typed = Callable[[Text], str]
 MEASURES = {
-    "change": "change, relative to the base",
+    "change": "change",
     "share": "share of what the merge changed",
     "left_out": "left out for the budget",
     "equal": "blocks equal to the base's",
@@ -347,7 +347,7 @@ def _maps(maps: Sequence[LayerMap]) -> Iterator[Markup]:
         "equal": SHARES,
     }
     models = [model.model for model in maps[0].models]
-    yield _selector(models)
+    yield _selector(models, [one for one in MEASURES if _is_told(maps, one)])
     title = f"{models[0]}: {MEASURES['change']}"
     yield tag("h3", title, class_="map-title")
     for one in maps:
@@ -383,7 +383,11 @@ def _cells(one: LayerMap) -> int:
     return len(one.layers) * len(one.parts)
 
 
-def _selector(models: Sequence[str]) -> Markup:
+def _is_told(maps: Sequence[LayerMap], measure: str) -> bool:
+    return any(getattr(model, measure) is not None for one in maps for model in one.models)
+
+
+def _selector(models: Sequence[str], measures: Sequence[str]) -> Markup:
     return tag(
         "form",
         tag(
@@ -400,7 +404,7 @@ def _selector(models: Sequence[str]) -> Markup:
             "What is shown",
             tag(
                 "select",
-                *(tag("option", told, value=name) for name, told in MEASURES.items()),
+                *(tag("option", MEASURES[one], value=one) for one in measures),
                 name="measure",
             ),
         ),
@@ -542,30 +546,34 @@ def _experts(facts: SnapshotFacts, typed: Typed) -> Iterator[Markup]:
 def _layer_table(facts: SnapshotFacts) -> Markup:
     names = [one.expert for one in facts.experts]
     heads = [tag("th", "layer", scope="col")]
+    heads += [tag("th", one, scope="col") for one in ("largest", "left out")]
     heads += [tag("th", tag("abbr", n, title=name), scope="col") for n, name in enumerate(names, 1)]
-    heads += [tag("th", one, scope="col") for one in ("left out", "largest")]
     lines = []
     for layer in facts.layers:
-        cells = [tag("td", _whole(one), class_=SIGNED.class_of(one)) for one in layer.shares]
-        out = [one for one in layer.left_out if one is not None]
-        cells.append(tag("td", _whole(sum(out) / len(out) if out else None)))
         known = [(one, -n) for n, one in enumerate(layer.shares) if one is not None]
         best = -max(known)[1] if known else None
         told = figures.DASH if best is None else f"{best + 1} {names[best]}"
-        cells.append(tag("td", told, class_="largest"))
+        out = [one for one in layer.left_out if one is not None]
+        cells = [
+            tag("td", told, class_="largest"),
+            tag("td", _whole(sum(out) / len(out) if out else None)),
+            *(tag("td", _whole(one), class_=SIGNED.class_of(one)) for one in layer.shares),
+        ]
         lines.append(tag("tr", tag("th", layer.layer, scope="row"), *cells))
-    inside = tag(
-        "table",
-        tag(
-            "caption",
-            "In percent; columns are the experts by the numbers of the table above. Left out: the "
-            "part of the blocks that differ from the base's, as the mean of the experts.",
-        ),
-        tag("thead", tag("tr", *heads)),
-        tag("tbody", *lines),
-        class_="grid-table",
+    return _grid(
+        "Experts by layer",
+        "In percent; columns are the experts by the numbers of the table above. Left out: the part "
+        "of the blocks that differ from the base's, as the mean of the experts.",
+        heads,
+        lines,
     )
-    return scroll("Experts by layer", inside, is_long=True)
+
+
+def _grid(label: str, caption: str, heads: Sequence[Markup], lines: Sequence[Markup]) -> Markup:
+    """Return a table of coloured numbers; its caption stands above it, as wide as the page."""
+    head, body = tag("thead", tag("tr", *heads)), tag("tbody", *lines)
+    inside = tag("table", head, body, class_="grid-table")
+    return join([tag("p", caption, class_="caption"), scroll(label, inside, is_long=True)])
 
 
 def _whole(share: float | None) -> str:
@@ -665,14 +673,7 @@ def _similarity(part: ComparedPart) -> Iterator[Markup]:
             " ~ marks an estimate from statistics, whose standard deviation is at most "
             f"{max(deviations):.2g}."
         )
-    inside = tag(
-        "table",
-        tag("caption", caption),
-        tag("thead", tag("tr", *heads)),
-        tag("tbody", *lines),
-        class_="grid-table",
-    )
-    yield scroll("Cosines", inside, is_long=True)
+    yield _grid("Cosines", caption, heads, lines)
 
 
 def _blocks(blocks: ReuseReport, shown: SnapshotReport) -> Iterator[Markup]:
