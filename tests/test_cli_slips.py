@@ -424,11 +424,11 @@ def test_a_merge_that_turned_out_to_be_the_base(mstore: Program) -> None:
     "line",
     [
         *(
-            ["du", "--svg", "x.png"],
-            ["du", "--svg", "x.PDF"],
+            ["log", "--graph", "--svg", "x.png"],
+            ["du", "--html", "x.PDF"],
             ["explain", "base", "--svg", "x.json"],
         ),
-        *(["blame", "base", "--svg", "x.jpg"], ["du", "--svg", "x.yml"]),
+        *(["blame", "base", "--svg", "x.jpg"], ["du", "--html", "x.yml"]),
         ["plan", *MERGE[1:], "--sweep", "--svg", "x.html"],
         ["plan", *MERGE[1:], "-o", "x.yml"],
         ["plan", *MERGE[1:], "-o", "x.svg"],

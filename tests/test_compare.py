@@ -222,6 +222,5 @@ def test_for_people(place: Place, tmp_path: Path) -> None:
     every = mstore.succeed("compare", "e*", "--base", "base", "--json").document
     assert [one["model"] for one in every["whole"]["models"]] == ["e0", "e1", "e2"]
     assert "no ref matches the pattern" in mstore("compare", "x*").err
-    pytest.importorskip("matplotlib")
     mstore.succeed("compare", "e0", "e1", "--svg", str(tmp_path / "c.svg"))
     assert "cosine of two changes" in (tmp_path / "c.svg").read_text()
