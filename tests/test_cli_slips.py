@@ -444,7 +444,8 @@ def test_a_file_is_what_its_name_says(
     done = shared(*line)
     assert done.status == 2
     assert f"error: {line[-1]} would hold " in done.err
-    assert f"hint: name it x.{'json' if '-o' in line else 'svg'}\n" in done.err
+    form = "json" if "-o" in line else "html" if "--html" in line else "svg"
+    assert f"hint: name it x.{form}\n" in done.err
     assert not list(tmp_path.glob("x.*"))
 
 

@@ -189,7 +189,7 @@ def test_tensors_that_not_all_have(tmp_path: Path) -> None:
         report = store.compare("other", base="one")
         with pytest.raises(Incompatible, match="no tensor"):
             store.compare("third", base="one")
-        with pytest.raises(BadRequest, match="tensor, layer, model"):
+        with pytest.raises(BadRequest, match="tensor, part, layer, model"):
             store.compare("other", base="one", by="expert")
         with pytest.raises(BadRequest, match="no model"):
             store.compare(base="one")
