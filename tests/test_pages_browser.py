@@ -44,13 +44,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(root, store)
 
 
-def probed(page: Path, root: Path, script: str) -> Any:
+def probed(page: Path, root: Path, script: str, width: int = 1280) -> Any:
     """What an expression of JavaScript is in the page, without its policy."""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page.read_text())
     probe = f"<script>document.title = JSON.stringify((() => {{ {script} }})())</script>"
     copy = root / "probed.html"
     copy.write_text(text.replace("</body>", f"{probe}</body>"))
-    found = re.search(r"<title>(.*?)</title>", dump(copy).dom, re.DOTALL)
+    found = re.search(r"<title>(.*?)</title>", dump(copy, width=width).dom, re.DOTALL)
     assert found is not None
     return json.loads(html.unescape(found[1]))
 
@@ -103,13 +103,7 @@ def test_screens(page: Path, tmp_path: Path, width: int) -> None:
     assert min(len(light), len(dark)) > 10_000
     assert light != dark
     script = "return document.documentElement.scrollWidth;"
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page.read_text())
-    copy = tmp_path / "wide.html"
-    probe = f"<script>document.title = String((() => {{ {script} }})())</script>"
-    copy.write_text(text.replace("</body>", f"{probe}</body>"))
-    found = re.search(r"<title>(\d+)</title>", dump(copy, width=width).dom)
-    assert found is not None
-    assert int(found[1]) <= width
+    assert probed(page, tmp_path, script, width) <= width
 
 
 def test_the_selector_shows_each_expert(page: Path, tmp_path: Path) -> None:
