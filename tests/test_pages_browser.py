@@ -14,7 +14,7 @@ import report_stores
 from browser import asked, dump, shot
 
 from mstore import Store
-from mstore_pages import facts, report
+from mstore_pages import report, summary
 from mstore_pages.usage import usage_page
 
 pytestmark = browser.needed
@@ -25,7 +25,7 @@ NAMES = ("math", "code", "chat")
 
 def write(root: Path, store: Store) -> Path:
     page = root / "page.html"
-    page.write_text(report.snapshot_page(facts.snapshot_facts(store, "model/merged")))
+    page.write_text(report.snapshot_page(summary.snapshot_summary(store, "model/merged")))
     return page
 
 
@@ -39,7 +39,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     usage = root / "usage.html"
     usage.write_text(usage_page(store.usage(), HOSTILE))
     both = root / "two.html"
-    two = facts.comparison_facts(store, "model/math", "model/code")
+    two = summary.comparison_summary(store, "model/math", "model/code")
     both.write_text(report.comparison_page(two))
     return write(root, store)
 

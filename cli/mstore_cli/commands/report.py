@@ -14,7 +14,7 @@ from mstore_cli.signers import trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
-    from mstore_pages.facts import ComparisonFacts, SnapshotFacts
+    from mstore_pages.summary import ComparisonSummary, SnapshotSummary
 
 
 @command(decodes=True, example="mstore report llama/merged -o merged.html")
@@ -51,20 +51,20 @@ def report(
     what changed, weights are read, as `compare` and `blame` read them. With --json, the numbers are
     printed, and the page is written only with -o.
     """
-    from mstore_pages import facts
     from mstore_pages import report as pages
+    from mstore_pages import summary
 
     names = [revision] if other is None else [revision, other]
     signers = trusted_signers(None)
-    told: SnapshotFacts | ComparisonFacts
+    told: SnapshotSummary | ComparisonSummary
     with session.open() as store, session.progress() as tick:
         if other is None:
-            told = facts.snapshot_facts(
+            told = summary.snapshot_summary(
                 store, revision, measure=not quick, signers=signers, threads=threads, progress=tick
             )
             text = pages.snapshot_page(told, session.typed)
         else:
-            told = facts.comparison_facts(
+            told = summary.comparison_summary(
                 store,
                 revision,
                 other,

@@ -1,4 +1,4 @@
-"""Facts: what a page shows of a snapshot, or of two, gathered from what the store reports.
+"""Summaries: what a page shows of a snapshot, or of two, gathered from what the store reports.
 
 Every number on a page is in one of these structs; `mstore report --json` prints them.  What a store
 cannot tell is None, and `gaps` says why, by section.
@@ -122,7 +122,7 @@ class Ancestor(Report, frozen=True):
     """the licence that its card states; None if it states none"""
 
 
-class ExpertFacts(Report, frozen=True):
+class ExpertSummary(Report, frozen=True):
     """One expert of a merge: what of it the merge has."""
 
     expert: str
@@ -145,7 +145,7 @@ class ExpertFacts(Report, frozen=True):
     """chunks equal to the base's"""
 
 
-class SnapshotFacts(Report, frozen=True):
+class SnapshotSummary(Report, frozen=True):
     """All that the page of one snapshot shows."""
 
     name: str
@@ -166,7 +166,7 @@ class SnapshotFacts(Report, frozen=True):
     """changes by layers and parts; empty if they are not known"""
     layers: tuple[LayerShare, ...]
     """shares of experts by layer, of a merge"""
-    experts: tuple[ExpertFacts, ...]
+    experts: tuple[ExpertSummary, ...]
     """the experts of a merge"""
     sweep: SweepReport | None
     """budgets and errors of the same merge"""
@@ -184,7 +184,7 @@ class SnapshotFacts(Report, frozen=True):
     """by section: why it has no numbers"""
 
 
-class ComparisonFacts(Report, frozen=True):
+class ComparisonSummary(Report, frozen=True):
     """All that the page of two snapshots shows."""
 
     name_a: str
@@ -284,7 +284,7 @@ class _Gatherer:
         )
 
 
-def snapshot_facts(
+def snapshot_summary(
     store: Store,
     revision: Revision,
     *,
@@ -292,7 +292,7 @@ def snapshot_facts(
     signers: Mapping[bytes, str] | None = None,
     threads: int | None = None,
     progress: ProgressCallback | None = None,
-) -> SnapshotFacts:
+) -> SnapshotSummary:
     """Gather what the page of a snapshot shows.
 
     measure: read weights for what no statistics tell, and for the shares of experts, as `compare`
@@ -319,7 +319,7 @@ def snapshot_facts(
         compared = ask.compare("change", base, [str(shown.snapshot), *experts], "part")
         whole = compared and ask.compare("tensors", base, [str(shown.snapshot)], "tensor")
     tables = _Tables(str(revision), shown, experts, compared, merge, blame)
-    return SnapshotFacts(
+    return SnapshotSummary(
         name=str(revision),
         snapshot=shown,
         lineage=lineage,
@@ -340,7 +340,7 @@ def snapshot_facts(
     )
 
 
-def comparison_facts(
+def comparison_summary(
     store: Store,
     a: Revision,
     b: Revision,
@@ -349,8 +349,8 @@ def comparison_facts(
     signers: Mapping[bytes, str] | None = None,
     threads: int | None = None,
     progress: ProgressCallback | None = None,
-) -> ComparisonFacts:
-    """Gather what the page of two snapshots shows; arguments as for `snapshot_facts`.
+) -> ComparisonSummary:
+    """Gather what the page of two snapshots shows; arguments as for `snapshot_summary`.
 
     Raises NotFound, BadName, Incompatible, Corrupt.
     """
@@ -362,7 +362,7 @@ def comparison_facts(
     whole = changes and ask.compare("tensors", str(a), [str(b)], "tensor")
     both = ask.compare("similarity", None, [str(a), str(b)], "layer")
     tables = _Tables(str(b), theirs, [], changes, None, None)
-    return ComparisonFacts(
+    return ComparisonSummary(
         name_a=str(a),
         name_b=str(b),
         a=ours,
@@ -530,7 +530,7 @@ class _Tables:
                 found.append(LayerShare(layer.name, told, out))
         return tuple(found)
 
-    def experts(self) -> tuple[ExpertFacts, ...]:
+    def experts(self) -> tuple[ExpertSummary, ...]:
         """Return what the merge has of each expert."""
         if self._merge is None:
             return ()
@@ -540,7 +540,7 @@ class _Tables:
         shares = [one.share for one in self._blame.experts] if self._blame else []
         revisions = [*self._experts, *[""] * len(self._called)]
         return tuple(
-            ExpertFacts(
+            ExpertSummary(
                 expert=one.expert,
                 weight=one.weight if one.weight is not None else 0.0,
                 change=changes.get(revisions[number]),
