@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mstore.upkeep.gc.collect import GcReport
     from mstore.upkeep.gc.prune import PruneReport
     from mstore.upkeep.pins.pin import PinReport, UnpinReport
+    from mstore.upkeep.reuse import ReuseReport
 
 
 class Keeping(OpenStore):
@@ -306,6 +307,15 @@ class Keeping(OpenStore):
             statistics_bytes=self._statistics.file_bytes(),
             memo_bytes=self._memo.file_bytes(),
         )
+
+    def reuse(self, revision: Revision) -> ReuseReport:
+        """Return which blocks a snapshot has from its parents, which are its own, and by codec.
+
+        Reads no block.  Raises NotFound, BadName, Corrupt.
+        """
+        from mstore.upkeep.reuse import reuse
+
+        return reuse(self._catalog, self._catalog.resolve(revision))
 
     def usage(self, names: Sequence[str] = ()) -> UsageReport:
         """Return what refs take and share, and what gc would free without them.

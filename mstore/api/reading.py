@@ -233,6 +233,7 @@ class Reading(OpenStore):
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
         exact: bool = False,
+        measure: bool = True,
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> CompareReport:
@@ -240,9 +241,12 @@ class Reading(OpenStore):
 
         models: snapshots, or one model of each (REF:MODEL).
         base: the model that they were made from; None: the nearest one that lineage knows of all.
-        by: tensor, layer or model, what the parts of the report are. only, skip: patterns of tensor
-        names, as in `plan`.
+        by: tensor, part, layer or model, what the parts of the report are. The tensors of a layer
+        whose names differ in numbers alone are one part. only, skip: patterns of tensor names, as
+        in `plan`.
         exact: read blocks where statistics only estimate a cosine.
+        measure: read what has no statistics; otherwise that is None in the report, and no block is
+        read.
 
         Reads no blocks of what has statistics; of the rest it reads all, and keeps what it
         measured.
@@ -271,7 +275,7 @@ class Reading(OpenStore):
                 by=by,
                 only=only,
                 skip=skip,
-                reads=Reads.EXACT if exact else Reads.MISSING,
+                reads=Reads.EXACT if exact else Reads.MISSING if measure else Reads.NOTHING,
                 threads=thread_count(threads),
                 progress=progress,
             )

@@ -79,6 +79,7 @@ from mstore.upkeep.disk_usage import HeldBytes, RefUsage, SharedBytes, StoreRepo
 from mstore.upkeep.gc.collect import GcReport
 from mstore.upkeep.gc.prune import PruneReport
 from mstore.upkeep.pins.pin import PinReport, UnpinReport
+from mstore.upkeep.reuse import ReusedBlocks, ReuseReport
 from mstore.upkeep.sharings import CodecUsage
 
 __all__ = [
@@ -157,6 +158,8 @@ __all__ = [
     "RemoveReport",
     "RepairReport",
     "ReplayReport",
+    "ReuseReport",
+    "ReusedBlocks",
     "SharedBytes",
     "SignatureReport",
     "SnapshotReport",

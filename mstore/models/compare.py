@@ -39,7 +39,7 @@ from mstore.models.stats.table import Digest
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input
-from mstore.store.objects.shapes import EMBEDDINGS, layers_of, matching, require_matches
+from mstore.store.objects.shapes import EMBEDDINGS, layers_of, matching, parts_of, require_matches
 from mstore.store.objects.snapshot import BASE
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Incompatible
@@ -47,7 +47,7 @@ from mstore.terms.ids import ID_BYTES, ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import Option, few
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
-BY: Final = ("tensor", "layer", "model")
+BY: Final = ("tensor", "part", "layer", "model")
 _TOGETHER: Final = 64
 """Tensors whose statistics are looked up together."""
 
@@ -95,7 +95,7 @@ class ComparedPart(Report, frozen=True):
     """A tensor, a layer or whole models, compared."""
 
     name: str | None
-    """the tensor or the layer; None: whole models"""
+    """the tensor, the part of a layer (numbers in it as `*`) or the layer; None: whole models"""
     models: tuple[ComparedModel, ...]
     """each model, in the order given"""
     pairs: tuple[ComparedPair, ...]
@@ -114,7 +114,7 @@ class CompareReport(Report, frozen=True):
     whole: ComparedPart
     """whole models"""
     parts: tuple[ComparedPart, ...]
-    """each tensor or layer, as asked; empty for models"""
+    """each tensor, part or layer, as asked; empty for models"""
     remarks: tuple[str, ...]
     """what was left out, as text"""
     bytes_read: int
@@ -202,6 +202,13 @@ def by_layer(sums: Mapping[str, ComparedSums]) -> dict[str, ComparedSums]:
     for name, layer in layers_of(sums).items():
         parts.setdefault(layer, []).append(sums[name])
     return {layer: ComparedSums.total(own) for layer, own in parts.items()}
+
+
+def _by_part(sums: Mapping[str, ComparedSums]) -> dict[str, ComparedSums]:
+    parts: dict[str, list[ComparedSums]] = {}
+    for name, (layer, part) in parts_of(sums).items():
+        parts.setdefault(".".join(filter(None, (layer, part))), []).append(sums[name])
+    return {part: ComparedSums.total(own) for part, own in parts.items()}
 
 
 def comparable(
@@ -470,7 +477,8 @@ def compare(
                 tick(1)
         finally:
             statistics.flush()
-    parts = found if by == "tensor" else by_layer(found)
+    grouped = {"part": _by_part, "layer": by_layer}
+    parts = grouped[by](found) if by in grouped else found
     remarks = []
     if cannot:
         remarks.append(

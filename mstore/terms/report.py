@@ -74,8 +74,13 @@ def _cell(value: object, name: str) -> str:
     """Return a field as HTML, times as they are read: in UTC, to the second."""
     part = getattr(value, name)
     if name.endswith("time_ns") and isinstance(part, int):
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(part // 10**9))
+        return f"{utc(part)} UTC"
     return html(part)
+
+
+def utc(time_ns: int) -> str:
+    """Return a time as it is read: in UTC, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(time_ns // 10**9))
 
 
 class Progress(Report, frozen=True):

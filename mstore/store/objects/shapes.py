@@ -194,6 +194,22 @@ def layers_of(names: Iterable[str]) -> dict[str, str]:
     return {name: found[name] for name in sorted(found, key=lambda name: order[name])}
 
 
+def parts_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return each tensor's layer and its part in it, ordered as by `layers_of`.
+
+    A part is the rest of the name with every whole number as `*`, so that the experts of a layer
+    are one part: `mlp.experts.*.up_proj.weight`.  Empty where the name is that of the layer.
+    """
+    return {
+        name: (layer, ".".join(map(_starred, name[len(layer) + 1 :].split("."))))
+        for name, layer in layers_of(names).items()
+    }
+
+
+def _starred(component: str) -> str:
+    return "*" if component.isascii() and component.isdigit() else component
+
+
 def _number(path: list[str]) -> int | None:
     """Return the index of the first whole number, ignoring the first and the last component."""
     return next(
