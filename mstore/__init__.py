@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         BadName,
         BadRequest,
         BudgetExceeded,
+        CommandFailed,
         Conflict,
         Corrupt,
         Incompatible,
@@ -43,6 +44,7 @@ __all__ = [
     "BlockId",
     "Budget",
     "BudgetExceeded",
+    "CommandFailed",
     "Conflict",
     "Corrupt",
     "Incompatible",
@@ -72,7 +74,8 @@ __all__ = [
 _MODULES = {
     "mstore.api": ("Snapshot", "Store"),
     "mstore.terms.errors": (
-        *("BadCheckpoint", "BadName", "BadRequest", "BudgetExceeded", "Conflict", "Corrupt"),
+        *("BadCheckpoint", "BadName", "BadRequest", "BudgetExceeded", "CommandFailed", "Conflict"),
+        *("Corrupt",),
         *("Incompatible", "Interrupted", "InvalidInput", "MstoreError", "NotFound"),
         *("RemoteAway", "StorageFailed", "Unavailable", "Unreadable"),
     ),

@@ -87,6 +87,7 @@ def rules() -> tuple[Rule, ...]:
         Rule(errors.BudgetExceeded, FAILURE, "mstore fsck"),
         Rule(errors.StorageFailed, FAILURE),
         Rule(errors.Interrupted, FAILURE),
+        Rule(errors.CommandFailed, FAILURE),
         Rule(errors.Unavailable, FAILURE),
         Rule(errors.MstoreError, FAILURE),
         Rule(OSError, FAILURE),

@@ -80,6 +80,7 @@ OBJECTS: dict[str, type] = {
     "shared bytes": reports.SharedBytes,
     "ref usage": reports.RefUsage,
     "note": reports.NoteReport,
+    "row of scores": reports.MetricsRow,
     "signature": reports.SignatureReport,
     "verification": reports.VerifyReport,
     "problem": reports.Problem,
@@ -278,6 +279,8 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "clone": keys_of(reports.CloneReport),
     "copy": keys_of(reports.CopyReport),
     "bundle create": keys_of(reports.BundleReport),
+    "eval": keys_of(reports.EvaluationReport),
+    "metrics": (Key("metrics", "list of row of scores", "by ref, or as --sort says"),),
     "note": (
         Key("notes", "list of note", "those that count; else those that were written or removed"),
     ),

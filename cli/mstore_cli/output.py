@@ -256,6 +256,10 @@ def noted(note: NoteReport) -> str:
     import json  # late: few snapshots have notes
 
     value = note.value
+    scores = value.get("scores") if isinstance(value, dict) else None
+    if note.kind == "evaluation" and isinstance(scores, dict):
+        told = ", ".join(f"{name} {score:.6g}" for name, score in scores.items())
+        return f"evaluation {elided(note.key, _VALUE_WIDTH)} = {elided(told, _VALUE_WIDTH)}"
     told = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     kind = "" if note.kind == "value" else f"{note.kind} "
     return f"{kind}{note.key} = {elided(told, _VALUE_WIDTH)}"

@@ -11,6 +11,8 @@ nanoseconds since the epoch (`*_ns`) or seconds of duration (`seconds`), ids hav
 from __future__ import annotations
 
 from mstore.api.naming import RemoveReport
+from mstore.judging.evaluation import EvaluationReport
+from mstore.judging.metrics import MetricsRow
 from mstore.merge.analysis.blame import BlameReport, ExpertBlame, LayerBlame, TensorBlame
 from mstore.merge.analysis.compatibility import CompatibilityFinding, CompatibilityReport
 from mstore.merge.analysis.explain import (
@@ -110,6 +112,7 @@ __all__ = [
     "DiffReport",
     "DirectoryDiffReport",
     "DropReport",
+    "EvaluationReport",
     "ExpertBlame",
     "ExpertShare",
     "Explanation",
@@ -126,6 +129,7 @@ __all__ = [
     "MergeReport",
     "MergeWarning",
     "MethodReport",
+    "MetricsRow",
     "MigrateReport",
     "MovedRef",
     "NotFiniteTensor",
