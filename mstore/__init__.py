@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mstore.api import Snapshot, Store
+    from mstore.judging.gate import Gate
     from mstore.terms import __version__
     from mstore.terms.errors import (
         BadCheckpoint,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         CommandFailed,
         Conflict,
         Corrupt,
+        GateFailed,
         Incompatible,
         Interrupted,
         InvalidInput,
@@ -47,6 +49,8 @@ __all__ = [
     "CommandFailed",
     "Conflict",
     "Corrupt",
+    "Gate",
+    "GateFailed",
     "Incompatible",
     "Interrupted",
     "InvalidInput",
@@ -75,7 +79,7 @@ _MODULES = {
     "mstore.api": ("Snapshot", "Store"),
     "mstore.terms.errors": (
         *("BadCheckpoint", "BadName", "BadRequest", "BudgetExceeded", "CommandFailed", "Conflict"),
-        *("Corrupt",),
+        *("Corrupt", "GateFailed"),
         *("Incompatible", "Interrupted", "InvalidInput", "MstoreError", "NotFound"),
         *("RemoteAway", "StorageFailed", "Unavailable", "Unreadable"),
     ),
@@ -84,6 +88,7 @@ _MODULES = {
         *("MergeRequest", "RecipeRequest", "TensorRule"),
         *("TokenRow", "Vocabulary"),
     ),
+    "mstore.judging.gate": ("Gate",),
     "mstore.terms.sizes": ("Budget",),
     "mstore.terms": ("__version__",),
 }

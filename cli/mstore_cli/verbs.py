@@ -11,7 +11,7 @@ GROUPS = {
         *("check-merge", "analyze", "align", "cast", "extract-lora", "combine-adapters"),
     ),
     "Look": ("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe"),
-    "Judge": ("eval", "metrics"),
+    "Judge": ("eval", "metrics", "gate", "gate run", "gate drop", "gate require"),
     "Names": ("refs", "tag", "reset", "rename", "reflog", "rm", "note"),
     "Share": (
         *(

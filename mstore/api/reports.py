@@ -12,6 +12,13 @@ from __future__ import annotations
 
 from mstore.api.naming import RemoveReport
 from mstore.judging.evaluation import EvaluationReport
+from mstore.judging.gate import (
+    CandidateReport,
+    Comparison,
+    VerdictReport,
+    VerdictRow,
+)
+from mstore.judging.guarded import GateReport
 from mstore.judging.metrics import MetricsRow
 from mstore.merge.analysis.blame import BlameReport, ExpertBlame, LayerBlame, TensorBlame
 from mstore.merge.analysis.compatibility import CompatibilityFinding, CompatibilityReport
@@ -96,6 +103,7 @@ __all__ = [
     "BackupReport",
     "BlameReport",
     "BundleReport",
+    "CandidateReport",
     "CastReport",
     "CheckReport",
     "CheckoutReport",
@@ -106,6 +114,7 @@ __all__ = [
     "ComparedModel",
     "ComparedPair",
     "ComparedPart",
+    "Comparison",
     "CompatibilityFinding",
     "CompatibilityReport",
     "CopyReport",
@@ -120,6 +129,7 @@ __all__ = [
     "FetchReport",
     "FileDiff",
     "FileReport",
+    "GateReport",
     "GcReport",
     "HeldBytes",
     "LayerBlame",
@@ -174,6 +184,8 @@ __all__ = [
     "TruncatedTensor",
     "UnpinReport",
     "UsageReport",
+    "VerdictReport",
+    "VerdictRow",
     "VerifyReport",
     "WorkerReport",
 ]

@@ -313,10 +313,11 @@ def own_note(catalog: Catalog, snapshot: SnapshotId, key: str) -> tuple[NoteId, 
     """Return the note under a key, if it counts and this store made it by running a command."""
     with catalog.index.env.read() as transaction:
         row = catalog.index.get(transaction, JUDGED, (snapshot, key))
-    found = {} if row is None else notes.notes_on(catalog, snapshot)
-    if row is None or row[0] not in found or states(found)[row[0]] != COUNTS:
+    if row is None:
         return None
-    return row[0], found[row[0]]
+    id, _ = row
+    found = notes.notes_on(catalog, snapshot)
+    return (id, found[id]) if id in found and states(found)[id] == COUNTS else None
 
 
 def known(catalog: Catalog, snapshot: SnapshotId, command: Command) -> EvaluationReport | None:

@@ -26,7 +26,7 @@ from mstore.blocks.codecs import PLAIN_BYTES, Codec, Encoded, elements_of, encod
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, base_of
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
-from mstore.store import contents, leases, listing, refs, unnamed_packs
+from mstore.store import contents, gates, leases, listing, refs, unnamed_packs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.canonical import DEFAULT_LIMITS, Record
 from mstore.store.objects.manifest import Manifest, Part
@@ -472,6 +472,7 @@ def apply_moves(catalog: Catalog, transaction: IndexTransaction, moves: Sequence
     """Move refs within an open index transaction."""
     for move in moves:
         if move.new is not None:
+            gates.require_passed(catalog, transaction, move.name, move.new.snapshot_id())
             contents.keep(catalog, transaction, move.new.snapshot_id(), move.name)
             # Only here, not in `refs.move`: reindex restores names that were there before the
             # snapshot.

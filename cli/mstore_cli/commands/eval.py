@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
-from mstore_cli.errors import Ended, UsageError
-from mstore_cli.judging import FAILED, Checkout, Timeout, output_of, seconds_of, show_of
+from mstore_cli.errors import REFUSED, Ended, UsageError
+from mstore_cli.judging import Checkout, Timeout, output_of, seconds_of, show_of
 from mstore_cli.options import Argument, Option, Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -76,7 +76,7 @@ def eval(
         session.settled()
     session.output.emit(report, ids=[report.note], human=lambda screen: _show(screen, report))
     if report.exit_status:
-        raise Ended(FAILED)
+        raise Ended(REFUSED)
 
 
 def _show(screen: Screen, report: EvaluationReport) -> None:
