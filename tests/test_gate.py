@@ -417,6 +417,14 @@ def test_no_ref_moves_unjudged(how: str, guarded: Store, copied: Path) -> None:
     guarded.reset("free", "new")
 
 
+def test_a_store_that_was_open_before(store: Store) -> None:
+    """Who opened the store before a gate was required is refused, too."""
+    with Store.open(store.path) as other:
+        other.require_gates("prod/*", ["quality"])
+    with pytest.raises(GateFailed):
+        store.reset("prod/m", "base")
+
+
 def test_a_passing_verdict_lets_it_move(guarded: Store) -> None:
     """Once this store has seen the snapshot pass, each command moves the ref; a later failure, or
     the removal of the verdict, stops that again."""

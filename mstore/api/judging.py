@@ -151,7 +151,7 @@ class Judging(OpenStore):
         """Return the names of the gates that guard this branch or tag, by the store's settings."""
         from mstore.store.gates import required
 
-        return required(self._catalog, name)
+        return required(self._catalog.config, name)
 
     def required_gates_by_pattern(self) -> dict[str, tuple[str, ...]]:
         """Return the patterns of refs that gates guard, with the names of these gates."""

@@ -288,14 +288,11 @@ def chosen_to_push(
 
 def require_gates(catalog: Catalog, names: Sequence[str]) -> None:
     """Raise GateFailed if a ref to push points at what a gate that guards it has not passed."""
-    if not catalog.config.required_gates:
-        return
     with catalog.index.env.read() as transaction:
         known = refs_in(catalog.index, transaction)
-        for name in refs.chosen(known.names(), names):
-            ref = known.get(name)
-            if ref is not None:
-                gates.require_passed(catalog, transaction, name, ref.snapshot_id())
+        found = {name: known.get(name) for name in refs.chosen(known.names(), names)}
+        moves = {name: ref.snapshot_id() for name, ref in found.items() if ref is not None}
+        gates.require_passed(catalog, transaction, moves)
 
 
 def chosen(

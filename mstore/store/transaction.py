@@ -469,10 +469,11 @@ def tip_of(
 
 
 def apply_moves(catalog: Catalog, transaction: IndexTransaction, moves: Sequence[RefMove]) -> None:
-    """Move refs within an open index transaction."""
+    """Move refs within an open index transaction.  Raises Conflict, GateFailed."""
+    new = {move.name: move.new.snapshot_id() for move in moves if move.new is not None}
+    gates.require_passed(catalog, transaction, new)
     for move in moves:
         if move.new is not None:
-            gates.require_passed(catalog, transaction, move.name, move.new.snapshot_id())
             contents.keep(catalog, transaction, move.new.snapshot_id(), move.name)
             # Only here, not in `refs.move`: reindex restores names that were there before the
             # snapshot.
