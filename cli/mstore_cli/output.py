@@ -261,9 +261,20 @@ def noted(note: NoteReport) -> str:
     import json  # late: few snapshots have notes
 
     value = note.value
+    scores = value.get("scores") if isinstance(value, dict) else None
+    if note.kind in ("evaluation", "verdict") and isinstance(scores, dict):
+        said = [f"{name} {_number(score)}" for name, score in scores.items()]
+        if note.kind == "verdict":
+            said.insert(0, "passed" if value.get("passed") is True else "did not pass")
+        key, told = (elided(one, _VALUE_WIDTH) for one in (note.key, ", ".join(said)))
+        return f"{note.kind} {key.removeprefix('gate: ')} = {told}"
     told = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     kind = "" if note.kind == "value" else f"{note.kind} "
     return f"{kind}{note.key} = {elided(told, _VALUE_WIDTH)}"
+
+
+def _number(score: object) -> str:
+    return f"{score:.6g}" if isinstance(score, int | float) else "?"
 
 
 def when(time_ns: int) -> str:

@@ -169,6 +169,10 @@ class Session:
         if store.is_lazy:
             # Whatever reads a block may ask a remote.
             _let_ask(store, own_endpoints())
+        if store.has_required_gates:
+            from mstore_cli.signers import trusted_signers
+
+            store.trust_verdicts(trusted_signers(None))
         why = store.doubt()
         self.is_doubted = why is not None
         if why is not None:

@@ -11,6 +11,15 @@ nanoseconds since the epoch (`*_ns`) or seconds of duration (`seconds`), ids hav
 from __future__ import annotations
 
 from mstore.api.naming import RemoveReport
+from mstore.judging.evaluation import EvaluationReport
+from mstore.judging.gate import (
+    CandidateReport,
+    CheckedScore,
+    VerdictReport,
+    VerdictRow,
+)
+from mstore.judging.guarded import GateReport
+from mstore.judging.metrics import MetricsRow
 from mstore.merge.analysis.blame import BlameReport, ExpertBlame, LayerBlame, TensorBlame
 from mstore.merge.analysis.compatibility import CompatibilityFinding, CompatibilityReport
 from mstore.merge.analysis.explain import (
@@ -83,20 +92,19 @@ from mstore.upkeep.reuse import ReusedBlocks, ReuseReport
 from mstore.upkeep.sharings import CodecUsage
 
 __all__ = [
-    "BAD_SIGNATURE",
-    "GOOD_SIGNATURE",
-    "UNCHECKED",
-    "UNKNOWN_KEY",
     "AddReport",
     "Affected",
     "AlignReport",
     "AlignedModel",
     "AnalyzeReport",
+    "BAD_SIGNATURE",
     "BackupReport",
     "BlameReport",
     "BundleReport",
+    "CandidateReport",
     "CastReport",
     "CheckReport",
+    "CheckedScore",
     "CheckoutReport",
     "CloneReport",
     "CodecUsage",
@@ -111,6 +119,7 @@ __all__ = [
     "DiffReport",
     "DirectoryDiffReport",
     "DropReport",
+    "EvaluationReport",
     "ExpertBlame",
     "ExpertShare",
     "Explanation",
@@ -118,6 +127,8 @@ __all__ = [
     "FetchReport",
     "FileDiff",
     "FileReport",
+    "GOOD_SIGNATURE",
+    "GateReport",
     "GcReport",
     "HeldBytes",
     "LayerBlame",
@@ -127,6 +138,7 @@ __all__ = [
     "MergeReport",
     "MergeWarning",
     "MethodReport",
+    "MetricsRow",
     "MigrateReport",
     "MovedRef",
     "NotFiniteTensor",
@@ -171,8 +183,12 @@ __all__ = [
     "TensorExplanation",
     "TensorReport",
     "TruncatedTensor",
+    "UNCHECKED",
+    "UNKNOWN_KEY",
     "UnpinReport",
     "UsageReport",
+    "VerdictReport",
+    "VerdictRow",
     "VerifyReport",
     "WorkerReport",
 ]
