@@ -92,12 +92,15 @@ from mstore.upkeep.reuse import ReusedBlocks, ReuseReport
 from mstore.upkeep.sharings import CodecUsage
 
 __all__ = [
+    "BAD_SIGNATURE",
+    "GOOD_SIGNATURE",
+    "UNCHECKED",
+    "UNKNOWN_KEY",
     "AddReport",
     "Affected",
     "AlignReport",
     "AlignedModel",
     "AnalyzeReport",
-    "BAD_SIGNATURE",
     "BackupReport",
     "BlameReport",
     "BundleReport",
@@ -127,7 +130,6 @@ __all__ = [
     "FetchReport",
     "FileDiff",
     "FileReport",
-    "GOOD_SIGNATURE",
     "GateReport",
     "GcReport",
     "HeldBytes",
@@ -183,8 +185,6 @@ __all__ = [
     "TensorExplanation",
     "TensorReport",
     "TruncatedTensor",
-    "UNCHECKED",
-    "UNKNOWN_KEY",
     "UnpinReport",
     "UsageReport",
     "VerdictReport",
