@@ -307,6 +307,8 @@ def test_the_same_snapshot_gives_the_same_page(
     """A page has no date of making and no random id."""
     again = summary.snapshot_summary(family, "model/merged")
     assert report.snapshot_page(again) == report.snapshot_page(found)
+    two = [summary.comparison_summary(family, "model/math", "model/code") for _ in range(2)]
+    assert two[0] == two[1]
 
 
 def test_sections_stand_in_their_order(family: Store, found: summary.SnapshotSummary) -> None:
