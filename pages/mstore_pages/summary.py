@@ -357,10 +357,11 @@ def comparison_summary(
     ask = _Gatherer(store, threads, progress, measure=measure)
     ours, theirs = (store.show(one, signers=signers) for one in (a, b))
     lineage, complete = ask.lineage([ours.snapshot, theirs.snapshot], signers)
-    diff = store.diff(a, b, threads=threads)
     changes = ask.compare("change", str(a), [str(b)], "part")
     whole = changes and ask.compare("tensors", str(a), [str(b)], "tensor")
     both = ask.compare("similarity", None, [str(a), str(b)], "layer")
+    # Last: what was measured for the others makes its distances exact, also the next time.
+    diff = store.diff(a, b, threads=threads)
     tables = _Tables(str(b), theirs, [], changes, None, None)
     return ComparisonSummary(
         name_a=str(a),
