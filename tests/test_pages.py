@@ -338,6 +338,19 @@ def test_a_virtual_merge_has_a_page(family: Store, tmp_path: Path) -> None:
     family.remove("model/virtual")
 
 
+def test_an_adapter_has_a_page(family: Store) -> None:
+    """What was extracted is compared by what its factors stand for, and told from its model."""
+    family.extract_lora("model/math", base="model/base", name="model/lora", rank=4)
+    told = summary.snapshot_summary(family, "model/lora")
+    assert {one.model for one in told.maps[0].models} == {"model/lora", "model/math"}
+    assert told.tensors[0].name.startswith("model.layers.")
+    assert told.tensors[0].shape is None
+    page = report.snapshot_page(told)
+    assert "Made by extract, with the base model/base" in page
+    assert told.tensors[0].name in page
+    family.remove("model/lora")
+
+
 def test_the_document_has_the_page_s_numbers(found: summary.SnapshotSummary) -> None:
     """The JSON of a report has maps, experts, budgets, tensors, cosines, blocks and the recipe."""
     document = plain(found)
