@@ -307,6 +307,8 @@ def test_the_same_snapshot_gives_the_same_page(
     """A page has no date of making and no random id."""
     again = summary.snapshot_summary(family, "model/merged")
     assert report.snapshot_page(again) == report.snapshot_page(found)
+    two = [summary.comparison_summary(family, "model/math", "model/code") for _ in range(2)]
+    assert two[0] == two[1]
 
 
 def test_sections_stand_in_their_order(family: Store, found: summary.SnapshotSummary) -> None:
@@ -334,6 +336,19 @@ def test_a_virtual_merge_has_a_page(family: Store, tmp_path: Path) -> None:
     assert "a virtual merge has no weights at rest" in page
     assert "computed on read" in page
     family.remove("model/virtual")
+
+
+def test_an_adapter_has_a_page(family: Store) -> None:
+    """What was extracted is compared by what its factors stand for, and told from its model."""
+    family.extract_lora("model/math", base="model/base", name="model/lora", rank=4)
+    told = summary.snapshot_summary(family, "model/lora")
+    assert {one.model for one in told.maps[0].models} == {"model/lora", "model/math"}
+    assert told.tensors[0].name.startswith("model.layers.")
+    assert told.tensors[0].shape is None
+    page = report.snapshot_page(told)
+    assert "Made by extract, with the base model/base" in page
+    assert told.tensors[0].name in page
+    family.remove("model/lora")
 
 
 def test_the_document_has_the_page_s_numbers(found: summary.SnapshotSummary) -> None:

@@ -255,9 +255,10 @@ def _tiles(summary: SnapshotSummary) -> Iterator[tuple[str, Child, Child]]:
                 if plan.error_bound is not None
                 else ("estimate", plan.error_estimate)
             )
-            told = "not known" if error is None else f"≤ {percent(error)}"
-            if kind == "estimate" and error is not None:
-                told = f"~ {percent(error)}"
+            about = "≤" if kind == "certified bound" else "~"
+            told = "not known" if error is None else f"{about} {percent(error)}"
+            if error == 0:
+                told = "none"
             yield "Error", told, None if error is None else f"{kind}, of the base's norm"
     else:
         yield "Size", format_size(shown.plain_bytes), _count(shown.files, "file")
@@ -377,6 +378,7 @@ def _maps(maps: Sequence[LayerMap]) -> Iterator[Markup]:
     for n, one in enumerate(maps):
         yield details(f"{one.kind}: the numbers as a table", _map_table(n, one, levels["change"]))
     if len(models) > 1:
+        # Of a virtual merge all are experts, else the first is the result.
         yield from _gallery(max(maps, key=_cells), levels)
     yield _map_data(maps, models, levels, changes)
 
@@ -443,7 +445,7 @@ def _map_table(number: int, one: LayerMap, levels: Levels) -> Markup:
 
 def _gallery(one: LayerMap, levels: dict[str, Levels]) -> Iterator[Markup]:
     """Yield a small image for each expert, so that all are seen at once, and without a script."""
-    experts = one.models[1:]
+    experts = [model for model in one.models if model.left_out is not None] or one.models[1:]
     has_shares = all(model.share is not None for model in experts)
     measure = "share" if has_shares else "change"
     yield tag("h3", f"Each expert: {MEASURES[measure]}")
@@ -633,8 +635,8 @@ def _tensors(tensors: Sequence[ChangedTensor]) -> Markup:
         row: list[Child | Cell] = [
             Cell(one.name, "name"),
             Cell(percent(one.change), "n", one.change),
-            one.dtype,
-            Cell(_shape(one.shape), "n", math.prod(one.shape)),
+            one.dtype or figures.DASH,
+            Cell(_shape(one.shape), "n", None if one.shape is None else math.prod(one.shape)),
         ]
         if one.blocks is not None:
             row.append(Cell(f"{one.blocks_changed} of {one.blocks}", "n", one.blocks_changed))
@@ -646,7 +648,9 @@ def _tensors(tensors: Sequence[ChangedTensor]) -> Markup:
     return table("The largest change first", columns, rows, sortable=True)
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _shape(shape: Sequence[int] | None) -> str:
+    if shape is None:
+        return figures.DASH
     return f" {figures.TIMES} ".join(map(str, shape)) or "scalar"
 
 
@@ -839,11 +843,14 @@ def _comparison_parts(summary: ComparisonSummary, typed: Typed) -> Iterator[Part
         yield part("files", "Files that differ", None, _files(summary))
 
 
+def _size(size: int | None) -> str:
+    return figures.DASH if size is None else format_size(size)
+
+
 def _files(summary: ComparisonSummary) -> Markup:
     found = summary.diff.files
     rows = [
-        (one.path, one.status, format_size(one.size_a or 0), format_size(one.size_b or 0))
-        for one in found[:_FILES_SHOWN]
+        (one.path, one.status, _size(one.size_a), _size(one.size_b)) for one in found[:_FILES_SHOWN]
     ]
     more = len(found) - _FILES_SHOWN
     caption = "Files" if more <= 0 else f"The first {_FILES_SHOWN} files; {more} more differ"

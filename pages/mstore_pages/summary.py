@@ -97,10 +97,10 @@ class ChangedTensor(Report, frozen=True):
     """the tensor"""
     layer: str
     """its layer"""
-    dtype: str
-    """as safetensors spells it"""
-    shape: tuple[int, ...]
-    """elements in each dimension"""
+    dtype: str | None
+    """as safetensors spells it; None of an adapter, which has factors instead"""
+    shape: tuple[int, ...] | None
+    """elements in each dimension; None of an adapter"""
     change: float | None
     """norm of its change / norm of the base's tensor"""
     blocks: int | None
@@ -357,10 +357,11 @@ def comparison_summary(
     ask = _Gatherer(store, threads, progress, measure=measure)
     ours, theirs = (store.show(one, signers=signers) for one in (a, b))
     lineage, complete = ask.lineage([ours.snapshot, theirs.snapshot], signers)
-    diff = store.diff(a, b, threads=threads)
     changes = ask.compare("change", str(a), [str(b)], "part")
     whole = changes and ask.compare("tensors", str(a), [str(b)], "tensor")
     both = ask.compare("similarity", None, [str(a), str(b)], "layer")
+    # Last: what was measured for the others makes its distances exact, also the next time.
+    diff = store.diff(a, b, threads=threads)
     tables = _Tables(str(b), theirs, [], changes, None, None)
     return ComparisonSummary(
         name_a=str(a),
@@ -390,6 +391,12 @@ def _inputs(shown: SnapshotReport) -> tuple[str | None, list[str]]:
     return next(iter(bases), None), experts
 
 
+def _called(shown: SnapshotReport) -> list[str]:
+    """Return names of the experts of what no merge made."""
+    experts = (one for one in shown.parents if one.role == EXPERT)
+    return [one.refs[0] if one.refs else one.snapshot.short for one in experts]
+
+
 def _base_name(shown: SnapshotReport, merge: Explanation | None) -> str | None:
     if merge is not None:
         return merge.plan.base
@@ -415,7 +422,7 @@ class _Tables:
         self._compared = compared
         self._merge = merge
         self._blame = blame
-        called = [expert for expert, _ in merge.plan.experts] if merge else []
+        called = [expert for expert, _ in merge.plan.experts] if merge else _called(shown)
         self._names = dict(zip(experts, called, strict=False))
         self._experts = list(experts)
         self._called = called
@@ -600,20 +607,20 @@ def _most_changed(
     changed = [
         (one.models[0].change, one.name)
         for one in whole.parts
-        if one.models[0].change and one.name in records
+        if one.models[0].change and one.name is not None
     ]
-    layers = layers_of(records)
+    layers = layers_of(one.name for one in whole.parts if one.name is not None)
     found = []
     for change, name in sorted(changed, key=lambda one: (-(one[0] or 0.0), one[1]))[:TENSORS_SHOWN]:
-        record, own = records[name], merged.get(name)
+        record, own = records.get(name), merged.get(name)
         known = [one for one in shares.get(name, ()) if one.share is not None]
         first = max(known, key=lambda one: one.share or 0.0, default=None)
         found.append(
             ChangedTensor(
                 name=name,
                 layer=layers[name],
-                dtype=record.dtype,
-                shape=record.shape,
+                dtype=None if record is None else record.dtype,
+                shape=None if record is None else record.shape,
                 change=change,
                 blocks=None if own is None else own.blocks_total,
                 blocks_changed=None if own is None else own.blocks_total - own.blocks_reused,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,7 +75,7 @@ def report(
                 progress=tick,
             )
             text = pages.comparison_page(told, session.typed)
-    path = output or pictures.shared_path(names)
+    path = output or default_file(names)
     if output is not None or not session.output.is_json:
         pictures.write(path, text)
 
@@ -82,3 +83,11 @@ def report(
         screen.line(f"written to {path} ({format_size(len(text.encode()))})")
 
     session.output.emit(told, ids=[path], human=human)
+
+
+def default_file(names: Sequence[str]) -> Path:
+    """Return the file that a report of these names is written to, if no other is named."""
+    safe = "-".join(
+        "".join(one if one.isalnum() or one in "._" else "-" for one in name) for name in names
+    )
+    return Path(f"mstore-report-{safe[:100]}.html")
