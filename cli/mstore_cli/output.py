@@ -258,23 +258,12 @@ def named(refs: Iterable[str]) -> str:
 
 def noted(note: NoteReport) -> str:
     """Describe a note in a line: its key and value, and its kind if that says more."""
-    import json  # late: few snapshots have notes
-
-    value = note.value
-    scores = value.get("scores") if isinstance(value, dict) else None
-    if note.kind in ("evaluation", "verdict") and isinstance(scores, dict):
-        said = [f"{name} {_number(score)}" for name, score in scores.items()]
-        if note.kind == "verdict":
-            said.insert(0, "passed" if value.get("passed") is True else "did not pass")
-        key, told = (elided(one, _VALUE_WIDTH) for one in (note.key, ", ".join(said)))
-        return f"{note.kind} {key.removeprefix('gate: ')} = {told}"
-    told = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     kind = "" if note.kind == "value" else f"{note.kind} "
-    return f"{kind}{note.key} = {elided(told, _VALUE_WIDTH)}"
-
-
-def _number(score: object) -> str:
-    return f"{score:.6g}" if isinstance(score, int | float) else "?"
+    key = note.key.removeprefix("gate: ")
+    if note.kind in ("evaluation", "verdict"):
+        # A command, unless somebody gave it a name.
+        key = elided(key, _VALUE_WIDTH)
+    return f"{kind}{key} = {elided(note.told(), _VALUE_WIDTH)}"
 
 
 def when(time_ns: int) -> str:

@@ -21,7 +21,16 @@ from mstore.blocks.schema import JUDGED, NOTES
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.canonical import MAX_COUNT
-from mstore.store.objects.note import COUNTS, REMOVAL, STATING, Note, packed, states
+from mstore.store.objects.note import (
+    COUNTS,
+    EVALUATION,
+    REMOVAL,
+    STATING,
+    VERDICT,
+    Note,
+    packed,
+    states,
+)
 from mstore.terms.errors import BadName, BadRequest, Conflict, Corrupt, NotFound
 from mstore.terms.ids import NoteId, SnapshotId
 from mstore.terms.phrases import Call, call, few, is_text
@@ -103,6 +112,23 @@ class NoteReport(Report, frozen=True):
     """counts, replaced (a newer note has this key), or removed"""
     signatures: tuple[SignatureReport, ...] = ()
     """signatures of this note"""
+
+    def told(self) -> str:
+        """Return its value in a line: of an evaluation its scores, of a verdict what it says."""
+        import json  # late: few snapshots have notes
+
+        value = self.value
+        scores = value.get("scores") if isinstance(value, dict) else None
+        if self.kind in (EVALUATION, VERDICT) and isinstance(scores, dict):
+            said = [f"{name} {_number(score)}" for name, score in scores.items()]
+            if self.kind == VERDICT:
+                said.insert(0, "passed" if value.get("passed") is True else "did not pass")
+            return ", ".join(said)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _number(score: object) -> str:
+    return f"{score:.6g}" if isinstance(score, int | float) else "?"
 
 
 # -- reading -------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ whose numbers are not known says why.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -48,6 +47,8 @@ MEASURES = {
     "equal": "blocks equal to the base's",
 }
 EVALUATION, VERDICT = "evaluation", "verdict"
+_NOTES_TOLD, _TOLD_WIDTH = 4, 80
+"""Of notes in the first lines: how many, and characters of each."""
 _FILES_SHOWN = 60
 
 
@@ -201,11 +202,17 @@ def _verdict(summary: SnapshotSummary) -> Iterator[Child]:
         yield f" {_error(plan)}"
     evaluations = [one for one in shown.notes if one.kind == EVALUATION]
     verdicts = [one for one in shown.notes if one.kind == VERDICT]
-    for one in verdicts:
-        yield f" Verdict {one.key}: {_brief(one.value)}."
-    if evaluations:
-        yield f" {_count(len(evaluations), 'evaluation')} noted."
-    elif not verdicts:
+    for one in (*verdicts, *evaluations)[:_NOTES_TOLD]:
+        what = "Gate" if one.kind == VERDICT else "Evaluation"
+        yield f" {what} "
+        yield tag("code", _shortened(one.key.removeprefix("gate: ")))
+        yield f": {_shortened(one.told())}."
+    more = len(verdicts) + len(evaluations) - _NOTES_TOLD
+    if more > 0:
+        yield " "
+        yield tag("a", f"{more} more", href="#notes")
+        yield "."
+    if not verdicts and not evaluations:
         yield " No evaluation is noted."
     if summary.warnings:
         yield " "
@@ -284,7 +291,11 @@ def _breaking(name: str) -> Markup:
 
 
 def _parameters(plan: PlanReport) -> str:
-    return ", ".join(f"{name} {_brief(value)}" for name, value in plan.parameters.items())
+    told = (
+        (name, str(value).lower() if isinstance(value, bool) else value)
+        for name, value in plan.parameters.items()
+    )
+    return ", ".join(f"{name} {value}" for name, value in told)
 
 
 # -- lineage -------------------------------------------------------------------------------------
@@ -761,11 +772,11 @@ def _notes(shown: SnapshotReport) -> Iterator[Markup]:
 
 
 def _value(note: NoteReport) -> Markup:
-    return tag("code", _brief(note.value))
+    return tag("code", note.told())
 
 
-def _brief(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+def _shortened(text: str) -> str:
+    return text if len(text) <= _TOLD_WIDTH else f"{text[: _TOLD_WIDTH - 1]}…"
 
 
 def _recipe(text: str) -> Iterator[Markup]:
