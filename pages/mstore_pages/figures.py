@@ -7,6 +7,7 @@ the widest common fonts, so a label never needs more room than it got.  Colours 
 
 from __future__ import annotations
 
+import json
 import math
 import unicodedata
 from bisect import bisect_right
@@ -23,7 +24,7 @@ _MONO = 0.605
 """Width of a letter relative to the size of a monospaced font."""
 _SANS = 0.6
 """The same of common letters of other fonts, on average, rounded up."""
-DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
+DASH, MINUS, TIMES, NO_BREAK = "\u2013", "\u2212", "\u00d7", "\u00a0"
 DIGITS = 3
 """Significant digits of numbers."""
 
@@ -48,7 +49,7 @@ def percent(value: float | None, digits: int = DIGITS) -> str:
         return DASH
     scaled = 100 * value
     text = f"{scaled:.0f}" if abs(scaled) >= 100 else f"{scaled:.{digits}g}"
-    return f"{text}\u00a0%".replace("-", MINUS)
+    return f"{text}{NO_BREAK}%".replace("-", MINUS)
 
 
 class Levels(msgspec.Struct, frozen=True):
@@ -211,3 +212,13 @@ def svg_file(drawn: Markup) -> str:
             Markup("\n"),
         ]
     )
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a count with its noun: `1 file`, `2 files`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def brief(value: object) -> str:
+    """Format a value of JSON: text as it is."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
