@@ -93,8 +93,9 @@ def show_of(session: Session, *, checkout: bool) -> Show | None:
     store = session.store_path()
     endpoints, cache_size = own_endpoints(), user_config.cache_size()
 
-    def show(snapshot: SnapshotId) -> AbstractContextManager[Path]:
-        return shown(store, str(snapshot), endpoints=endpoints, cache_size=cache_size)
+    def show(snapshot: SnapshotId, scratch: Path) -> AbstractContextManager[Path]:
+        place = scratch / "model"
+        return shown(store, str(snapshot), place, endpoints=endpoints, cache_size=cache_size)
 
     return show
 
