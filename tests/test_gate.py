@@ -648,4 +648,7 @@ def test_what_goes_not_together(mstore: Program, copied: Path) -> None:
         ("gate", "require", "prod/*"),
     ):
         assert mstore(*line).status == 2, line
+    unknown = ("merge", *MERGE, "--name", "m", "--check", "true {}", "--min", "acc>=nothing")
+    done = mstore(*unknown)
+    assert (done.status, "nothing: no such ref" in done.err) == (1, True)
     assert mstore.succeed("gate", "-q").out == ""
