@@ -21,6 +21,7 @@ from small_models import BLOCK, files_of, small_model
 from mstore import BadRequest, CommandFailed, MergeRequest, NotFound, Store
 from mstore.blocks.schema import JUDGED
 from mstore.judging import process
+from mstore.judging.evaluation import Show
 from mstore.judging.scores import ResultFile, number_at, parse_score, parse_scores
 from mstore_fuse.mounts import mounts, shown
 
@@ -71,12 +72,17 @@ def a_word() -> str:
 # -- the command ---------------------------------------------------------------------------------
 
 
+def mounted(store: Store) -> Show:
+    """Shows snapshots of a store by mounts."""
+    return lambda id, scratch: shown(store.path, str(id), scratch / "model")
+
+
 @pytest.fixture(params=["checkout", pytest.param("mount", marks=MOUNTED)])
 def judge(request: pytest.FixtureRequest, store: Store) -> Callable[..., object]:
     """`store.evaluate`, with either way to show a snapshot."""
     if request.param == "checkout":
         return store.evaluate
-    return partial(store.evaluate, show=lambda id: shown(store.path, str(id)))
+    return partial(store.evaluate, show=mounted(store))
 
 
 def test_a_command_sees_the_files(judge: Callable[..., object], store: Store, copied: Path) -> None:
@@ -212,19 +218,29 @@ def test_other_children_are_left_alone(store: Store) -> None:
         assert other.wait() == -signal.SIGKILL
 
 
-@MOUNTED
-def test_kill_9_leaves_nothing_behind(copied: Path) -> None:
-    """If mstore is killed, the command ends, the mount ends, and nothing is noted."""
-    word = a_word()
-    command = [PYTHON, "-m", "mstore_cli", "--store", str(copied / "store")]
-    command += ["eval", "base", "--", "sh", "-c", f"sleep {word}; true"]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+@pytest.mark.parametrize("how", ["checkout", pytest.param("mount", marks=MOUNTED)])
+def test_kill_9_leaves_nothing_behind(how: str, copied: Path) -> None:
+    """If mstore is killed, the command ends, the mount ends, the scratch directory goes with the
+    checkout, and nothing is noted."""
+    word, scratch = a_word(), copied / "scratch"
+    scratch.mkdir()
+    command = [PYTHON, "-m", "mstore_cli", "--store", str(copied / "store"), "eval", "base"]
+    command += ["--checkout"] * (how == "checkout") + ["--", "sh", "-c", f"sleep {word}; true"]
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"TMPDIR": str(scratch)},
+    )
     wait_until(lambda: running(word))
-    assert [one for one in mounts() if one.store == copied / "store"]
+    here = [one for one in mounts() if one.store == copied / "store"]
+    assert len(here) == (how == "mount")
+    assert list(scratch.glob("*/model/config.json"))
     child.kill()
     child.wait()
     wait_until(lambda: not running(word))
     wait_until(lambda: not [one for one in mounts() if one.store == copied / "store"])
+    wait_until(lambda: not list(scratch.iterdir()))
     with Store.open(copied / "store") as store:
         assert store.notes_of("base") == ()
         assert not store.fsck().problems
@@ -267,8 +283,7 @@ def test_what_watches_may_be_killed(store: Store) -> None:
 def test_a_mount_cannot_be_written(store: Store) -> None:
     """A write into the mount fails, and the command's own failure is no success."""
     script = "echo x > $MSTORE_DIR/config.json || exit 5"
-    show = lambda id: shown(store.path, str(id))  # noqa: E731
-    assert store.evaluate("base", ["sh", "-c", script], show=show).exit_status == 5
+    assert store.evaluate("base", ["sh", "-c", script], show=mounted(store)).exit_status == 5
     assert not store.fsck(read_data=True).problems
 
 

@@ -578,6 +578,18 @@ def test_gates_of_the_settings(mstore: Program, copied: Path) -> None:
         assert mstore("gate", "run", "base", "--check", "quality").status == 2, wrong
 
 
+def test_materialize(mstore: Program, copied: Path) -> None:
+    """A virtual merge on a guarded branch is materialized by a merge of its plan, which the gate
+    judges; `materialize` refuses before it computes anything, and says so."""
+    settings(copied, "test -f {}/config.json")
+    mstore.succeed("gate", "require", "prod/*", "quality")
+    mstore.succeed("merge", *MERGE, "--name", "prod/m", "--virtual")
+    refused = mstore("materialize", "prod/m")
+    assert (refused.status, "merge --plan prod/m --name prod/m" in refused.err) == (3, True)
+    mstore.succeed("merge", "--plan", "prod/m", "--name", "prod/m")
+    assert mstore.succeed("show", "prod/m", "--json").document["virtual"] is False
+
+
 def test_a_required_gate_runs_by_itself(mstore: Program, copied: Path) -> None:
     """`merge` and `add` run what the ref needs; without a command of the user they refuse."""
     mstore.succeed("gate", "require", "prod/*", "quality")
@@ -636,4 +648,7 @@ def test_what_goes_not_together(mstore: Program, copied: Path) -> None:
         ("gate", "require", "prod/*"),
     ):
         assert mstore(*line).status == 2, line
+    unknown = ("merge", *MERGE, "--name", "m", "--check", "true {}", "--min", "acc>=nothing")
+    done = mstore(*unknown)
+    assert (done.status, "nothing: no such ref" in done.err) == (1, True)
     assert mstore.succeed("gate", "-q").out == ""

@@ -93,8 +93,9 @@ def show_of(session: Session, *, checkout: bool) -> Show | None:
     store = session.store_path()
     endpoints, cache_size = own_endpoints(), user_config.cache_size()
 
-    def show(snapshot: SnapshotId) -> AbstractContextManager[Path]:
-        return shown(store, str(snapshot), endpoints=endpoints, cache_size=cache_size)
+    def show(snapshot: SnapshotId, scratch: Path) -> AbstractContextManager[Path]:
+        place = scratch / "model"
+        return shown(store, str(snapshot), place, endpoints=endpoints, cache_size=cache_size)
 
     return show
 
@@ -265,22 +266,36 @@ def guarded(
 ) -> tuple[Made, GateReport | None]:
     """Commit under a candidate, judge it, and move the branch if it passes.
 
-    commit: publishes, under the candidate of this run if one is named. was: where the branch was,
+    commit: publishes, under the candidate of this run if one is named; it shows its own progress,
+    which must not be in the way of what the command prints. was: where the branch was,
     as the report of that says. Without gates the branch moves at once.
     """
     if not gates:
         return commit(None), None
+    # What can be refused is, before anything is computed.
+    _require_references(store, gates)
+    show, key = show_of(session, checkout=checks.check_checkout), own_key()
     made = commit(f"gate-{secrets.token_hex(4)}")
     outcome = store.move_if_passed(
         made.name,
         was(made),
         gates,
         keep_failed=keep_failed,
-        show=show_of(session, checkout=checks.check_checkout),
-        key=own_key(),
+        show=show,
+        key=key,
         output=output_of(session),
     )
     return replace(made, name=outcome.name if outcome.moved else made.name), outcome
+
+
+def _require_references(store: Store, gates: Sequence[Gate]) -> None:
+    """Raise NotFound for a limit by a snapshot that is not there; parents are known later."""
+    from mstore.judging.gate import ROLES
+
+    for gate in gates:
+        for one in gate.minimums:
+            if one.reference and one.reference not in ROLES:
+                store.show(one.reference)
 
 
 def judged(

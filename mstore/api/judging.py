@@ -60,20 +60,21 @@ class Judging(OpenStore):
         snapshot = self._catalog.resolve(revision)
         return evaluate(self._catalog, snapshot, wanted, show or self._checked_out, output)
 
-    def _checked_out(self, snapshot: SnapshotId) -> AbstractContextManager[Path]:
-        """Show a snapshot by a checkout that goes with the block."""
+    def _checked_out(self, snapshot: SnapshotId, scratch: Path) -> AbstractContextManager[Path]:
+        """Show a snapshot by a checkout into a scratch directory."""
         from mstore.judging.evaluation import checked_out
         from mstore.snapshots.checkout import checkout
 
-        return checked_out(
-            partial(
-                checkout,
+        def write(directory: Path) -> None:
+            checkout(
                 self._catalog,
                 self._whole(snapshot),
+                directory,
                 threads=thread_count(None),
                 computing=self._computing,
             )
-        )
+
+        return checked_out(write, scratch / "model")
 
     def judge(
         self,

@@ -48,8 +48,11 @@ PASSED: Final = "passed"
 _MAX_KEY_BYTES: Final = 200
 _TAIL_BYTES: Final = 4000
 
-Show = Callable[[SnapshotId], AbstractContextManager[Path]]
-"""Shows a snapshot as a directory for as long as the block lasts: a mount, or a checkout."""
+Show = Callable[[SnapshotId, Path], AbstractContextManager[Path]]
+"""Shows a snapshot as a directory for as long as the block lasts: a mount, or a checkout.
+
+The path is that of a scratch directory, in which it may make a directory `model`.
+"""
 
 
 class EvaluationReport(Report, frozen=True):
@@ -181,7 +184,7 @@ def judgement_on(
         fs.make_directory(directory, private=True)
         written = Written(directory, command.scores)
         log = scratch / "log"
-        with show(snapshot) as shown:
+        with show(snapshot, scratch) as shown:
             words = command.in_directory(shown)
             ended = run(
                 words,
@@ -190,6 +193,7 @@ def judgement_on(
                 timeout=command.timeout,
                 log=log,
                 output=output,
+                scratch=scratch,
             )
         hint = _hint(command) if ended.status else None
         if ended.status < 0 or (ended.status and (command.scores or hint)):
@@ -232,18 +236,16 @@ def _hint(command: Command) -> str | None:
 
 
 @contextmanager
-def checked_out(checkout: Callable[[Path], object]) -> Iterator[Path]:
-    """Show a snapshot by a checkout into a scratch directory.
+def checked_out(checkout: Callable[[Path], object], directory: Path) -> Iterator[Path]:
+    """Show a snapshot by a checkout into a new directory.
 
     Raises CommandFailed at the end if a file was changed, which a checkout cannot prevent.
     """
-    with fs.scratch() as scratch:
-        directory = scratch / "model"
-        checkout(directory)
-        before = _stamps(directory)
-        yield directory
-        if _stamps(directory) != before:
-            raise CommandFailed("the command changed the files that it was to judge")
+    checkout(directory)
+    before = _stamps(directory)
+    yield directory
+    if _stamps(directory) != before:
+        raise CommandFailed("the command changed the files that it was to judge")
 
 
 def _stamps(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -39,7 +39,7 @@ from mstore.terms.report import Report, fields
 
 _MINIMUM = re.compile(r"(?P<score>.+?)\s*(?P<sign>>=|<=|=)\s*(?P<limit>\S.*)")
 _REFERENCE = re.compile(r"(?P<ref>.*?\S)\s*(?P<offset>[+-]\s*[0-9.]+(?:e[+-]?[0-9]+)?)?")
-_ROLES = (BASE, PREVIOUS)
+ROLES = (BASE, PREVIOUS)
 """Words that name a parent of the judged snapshot, where no ref has that name."""
 
 
@@ -297,7 +297,7 @@ def _reference(catalog: Catalog, snapshot: SnapshotId, name: str) -> SnapshotId:
     try:
         return catalog.resolve(name)
     except NotFound:
-        parents = catalog.snapshot(snapshot).parents if name in _ROLES else ()
+        parents = catalog.snapshot(snapshot).parents if name in ROLES else ()
         found = next((one.snapshot_id() for one in parents if one.role == name), None)
         if found is None:
             raise

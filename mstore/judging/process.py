@@ -48,12 +48,14 @@ def run(
     environment: Mapping[str, str],
     timeout: float,
     log: Path,
+    scratch: Path,
     output: int | None = None,
 ) -> Ended:
     """Run a command in a directory until it ends, and then end all that it started.
 
     environment: variables beside those of this process. timeout: in seconds. log: the file that
-    gets its output, unless `output`, a descriptor, does. KeyboardInterrupt ends it, too.
+    gets its output, unless `output`, a descriptor, does. scratch: a directory to remove if this
+    process is killed meanwhile. KeyboardInterrupt ends it, too.
 
     Raises CommandFailed if it cannot be started, takes longer than `timeout`, or leaves a process
     that cannot be killed; Unavailable.
@@ -71,6 +73,8 @@ def run(
         "log": str(log),
         "output": passed,
         "line": line,
+        "parent": os.getpid(),
+        "scratch": str(scratch),
     }
     try:
         supervisor = subprocess.Popen(

@@ -4,13 +4,15 @@ A program of its own, which `process` starts by path: nothing imports it, and it
 mstore. It adopts orphans (PR_SET_CHILD_SUBREAPER), so a process that forks away into another
 session is its descendant still. When the command has ended, or its time is over, or the line to the
 parent is cut, it kills all descendants, and then says how the command ended, in one line of JSON on
-standard output. The parent cuts the line by closing it, and so does its death.
+standard output. The parent cuts the line by closing it, and so does its death; then nobody else
+removes the scratch directory, in which a whole model may lie.
 """
 
 import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +53,8 @@ def main() -> None:
     else:
         answer = watch(child.pid, request["timeout"], request["line"], woken)
     answer["ended"] = end_all()
+    if os.getppid() != request["parent"]:
+        remove(request["scratch"])
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
@@ -106,6 +110,16 @@ def end_all() -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def remove(scratch: str) -> None:
+    """Remove the directory, once nothing is mounted in it: a mount ends with the parent, too."""
+    deadline = time.monotonic() + PATIENCE
+    while any(map(os.path.ismount, (entry.path for entry in os.scandir(scratch)))):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def descendants() -> list[int]:

@@ -149,7 +149,7 @@ def add(
 
     reports: list[AddReport] = []
     outcomes: list[GateReport | None] = []
-    with session.open() as store, session.progress() as tick:
+    with session.open() as store:
         if checks.check and len(named) > 1:
             raise UsageError("--check is for one checkpoint", hint="one mstore add for each PATH")
         own = _own_base(store, base, named)
@@ -171,11 +171,11 @@ def add(
                 limits=limits,
                 message=message,
                 threads=threads,
-                progress=tick,
             )
 
             def added(run: str | None, commit: Callable[..., AddReport] = commit) -> AddReport:
-                return commit(candidate=run)
+                with session.progress() as tick:
+                    return commit(candidate=run, progress=tick)
 
             try:
                 report, outcome = guarded(

@@ -205,9 +205,10 @@ def merge(
                     planned = store.plan(
                         request, allow_noop=allow_noop, keep=True, threads=threads, progress=tick
                     )
-            chosen = planned or _known_plan(store, plan or "", name)
+        chosen = planned or _known_plan(store, plan or "", name)
 
-            def commit(run: str | None) -> MergeReport:
+        def commit(run: str | None) -> MergeReport:
+            with session.progress() as tick:
                 return store.merge(
                     chosen,
                     name=name,
@@ -226,16 +227,16 @@ def merge(
                     progress=tick,
                 )
 
-            try:
-                report, outcome = guarded(
-                    *(session, store, gates, checks, commit),
-                    was=lambda made: made.was,
-                    keep_failed=keep_failed,
-                )
-                session.settled()
-                is_here = not push or name in store.ref_ids()
-            except KeyboardInterrupt as stop:
-                raise Interrupted("the same command goes on from what is finished") from stop
+        try:
+            report, outcome = guarded(
+                *(session, store, gates, checks, commit),
+                was=lambda made: made.was,
+                keep_failed=keep_failed,
+            )
+            session.settled()
+            is_here = not push or name in store.ref_ids()
+        except KeyboardInterrupt as stop:
+            raise Interrupted("the same command goes on from what is finished") from stop
         if planned is not None:
             report = replace(report, seconds=planned.seconds + report.seconds)
 
