@@ -251,12 +251,19 @@ def test_ctrl_c_ends_the_command(copied: Path) -> None:
     word = a_word()
     command = [PYTHON, "-m", "mstore_cli", "--store", str(copied / "store")]
     command += ["eval", "base", "--", "sh", "-c", f"trap '' INT; sleep {word}; true"]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    (copied / "scratch").mkdir()
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(copied / "scratch")},
+    )
     wait_until(lambda: running(word))
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=60)
     assert (child.returncode, b"interrupted" in said) == (130, True)
     assert not running(word)
+    assert list((copied / "scratch").iterdir()) == []
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

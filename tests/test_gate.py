@@ -206,6 +206,7 @@ def test_kill_9_while_it_is_judged(step: str, copied: Path) -> None:
         assert store["m"].id == was
 
 
+@pytest.mark.rest
 def test_kill_9_at_each_commit(copied: Path) -> None:
     """Killed before or after any commit of a gate, the branch is where it was or at a snapshot
     that passed, and the store is sound."""

@@ -82,6 +82,7 @@ def test_the_page(place: Path) -> None:
     assert (job["moved"], job["verdicts"][0]["gate"]) == (True, "quality")
 
 
+@pytest.mark.rest
 def test_a_job_fails(place: Path) -> None:
     """Where the gate says no, the job's merge ends with 3, and nothing was made or pushed."""
     lines = [line for line in commands() if "work" in line]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -63,7 +64,7 @@ def run(
     if not sys.executable:
         raise Unavailable("a command needs a Python to watch it, and this program names none")
     began = time.monotonic()
-    line, own_end = os.pipe()
+    line, own_end = socket.socketpair()
     # A number of its own: the supervisor has other standard streams.
     passed = None if output is None else os.dup(output)
     request = {
@@ -72,8 +73,7 @@ def run(
         "timeout": timeout,
         "log": str(log),
         "output": passed,
-        "line": line,
-        "parent": os.getpid(),
+        "line": line.fileno(),
         "scratch": str(scratch),
     }
     try:
@@ -83,15 +83,15 @@ def run(
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=directory,
-            pass_fds=[line, *(() if passed is None else (passed,))],
+            pass_fds=[line.fileno(), *(() if passed is None else (passed,))],
             # Ctrl-C goes to this process only, which then cuts the line.
             start_new_session=True,
         )
     except BaseException:
-        os.close(own_end)
+        own_end.close()
         raise
     finally:
-        os.close(line)
+        line.close()
         if passed is not None:
             os.close(passed)
     try:
@@ -99,7 +99,10 @@ def run(
     except subprocess.TimeoutExpired:
         told = b""
     finally:
-        os.close(own_end)
+        with suppress(OSError):
+            # Unlike a line that is only cut: this process lives, and removes what it made.
+            own_end.send(b".")
+        own_end.close()
         with suppress(subprocess.TimeoutExpired):
             supervisor.wait(GRACE)
         supervisor.kill()

@@ -4,8 +4,8 @@ A program of its own, which `process` starts by path: nothing imports it, and it
 mstore. It adopts orphans (PR_SET_CHILD_SUBREAPER), so a process that forks away into another
 session is its descendant still. When the command has ended, or its time is over, or the line to the
 parent is cut, it kills all descendants, and then says how the command ended, in one line of JSON on
-standard output. The parent cuts the line by closing it, and so does its death; then nobody else
-removes the scratch directory, in which a whole model may lie.
+standard output. A living parent says a byte before it cuts the line. If it was killed, it says
+none; then nobody else removes the scratch directory, in which a whole model may lie.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ def main() -> None:
     else:
         answer = watch(child.pid, request["timeout"], request["line"], woken)
     answer["ended"] = end_all()
-    if os.getppid() != request["parent"]:
+    if is_left(request["line"]):
         remove(request["scratch"])
     sys.stdout.write(json.dumps(answer) + "\n")
 
@@ -110,6 +110,12 @@ def end_all() -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def is_left(line: int) -> bool:
+    """Return whether the parent was killed: the line is cut, without a word."""
+    ready, _, _ = select.select([line], [], [], 0)
+    return bool(ready) and not os.read(line, 1)
 
 
 def remove(scratch: str) -> None:
