@@ -59,7 +59,8 @@ def family(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     mstore.succeed("sign", CODE, "--key", models / "key")
     mstore.succeed("pin", MATH, "--raw")
     mstore.succeed("remote", "add", "origin", tmp_path_factory.mktemp("remote").as_uri())
-    mstore.succeed("push", "origin", MATH)
+    mstore.succeed("push", "origin", MATH, CODE)
+    mstore.succeed("fetch", "origin", "--lazy")
     return mstore
 
 
@@ -74,7 +75,7 @@ def line_for(what: str, models: Path, out: Path) -> list[str]:
         return [what, MATH, "tiny/base" if what == "reset" else f"{MATH}/again"]
     if what == "tag":
         return ["tag", "v2", "tiny/merged"]
-    return [what, MATH] if what == "rm" else line
+    return [what, {"rm": MATH, "drop": CODE}[what]] if what in {"rm", "drop"} else line
 
 
 @pytest.mark.sampled(3)
