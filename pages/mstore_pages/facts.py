@@ -292,14 +292,17 @@ def snapshot_facts(
     signers: Mapping[bytes, str] | None = None,
     threads: int | None = None,
     progress: ProgressCallback | None = None,
+    name: str | None = None,
 ) -> SnapshotFacts:
     """Gather what the page of a snapshot shows.
 
     measure: read weights for what no statistics tell, and for the shares of experts, as `compare`
-    and `blame` do; else nothing is read.  signers: as for `Store.log`.
+    and `blame` do; else nothing is read.  signers: as for `Store.log`.  name: what the page calls
+    it; None: the revision.
 
     Raises NotFound, BadName.
     """
+    called = str(revision) if name is None else name
     ask = _Gatherer(store, threads, progress, measure=measure)
     shown = store.show(revision, signers=signers)
     lineage, complete = ask.lineage([shown.snapshot], signers)
@@ -318,9 +321,9 @@ def snapshot_facts(
     else:
         compared = ask.compare("change", base, [str(shown.snapshot), *experts], "part")
         whole = compared and ask.compare("tensors", base, [str(shown.snapshot)], "tensor")
-    tables = _Tables(str(revision), shown, experts, compared, merge, blame)
+    tables = _Tables(called, shown, experts, compared, merge, blame)
     return SnapshotFacts(
-        name=str(revision),
+        name=called,
         snapshot=shown,
         lineage=lineage,
         lineage_complete=complete,
@@ -349,11 +352,15 @@ def comparison_facts(
     signers: Mapping[bytes, str] | None = None,
     threads: int | None = None,
     progress: ProgressCallback | None = None,
+    names: tuple[str, str] | None = None,
 ) -> ComparisonFacts:
     """Gather what the page of two snapshots shows; arguments as for `snapshot_facts`.
 
+    names: what the page calls them; None: the revisions.
+
     Raises NotFound, BadName, Incompatible, Corrupt.
     """
+    name_a, name_b = (str(a), str(b)) if names is None else names
     ask = _Gatherer(store, threads, progress, measure=measure)
     ours, theirs = (store.show(one, signers=signers) for one in (a, b))
     lineage, complete = ask.lineage([ours.snapshot, theirs.snapshot], signers)
@@ -361,10 +368,10 @@ def comparison_facts(
     changes = ask.compare("change", str(a), [str(b)], "part")
     whole = changes and ask.compare("tensors", str(a), [str(b)], "tensor")
     both = ask.compare("similarity", None, [str(a), str(b)], "layer")
-    tables = _Tables(str(b), theirs, [], changes, None, None)
+    tables = _Tables(name_b, theirs, [], changes, None, None)
     return ComparisonFacts(
-        name_a=str(a),
-        name_b=str(b),
+        name_a=name_a,
+        name_b=name_b,
         a=ours,
         b=theirs,
         lineage=lineage,
@@ -662,3 +669,26 @@ def _warnings(
     if compared is not None:
         found += compared.remarks
     return tuple(dict.fromkeys(found))
+
+
+def lineage_of(store: Store, revision: Revision) -> tuple[tuple[Ancestor, ...], bool]:
+    """Return a snapshot and what it was made from, and whether that is the whole lineage.
+
+    Raises NotFound, BadName.
+    """
+    return _Gatherer(store, None, None, measure=False).lineage([revision], None)
+
+
+def card_of(store: Store, revision: Revision, most: int) -> str | None:
+    """Return the beginning of a model card, `most` bytes and a block at most; None without one.
+
+    Raises NotFound, BadName, Corrupt, StorageFailed.
+    """
+    if CARD not in {one.path for one in store.files(revision)}:
+        return None
+    card = bytearray()
+    for piece in store.read_file(revision, CARD):
+        card += piece
+        if len(card) > most:
+            break
+    return card.decode(errors="replace")

@@ -51,8 +51,11 @@ _MATRIX_SHOWN = 24
 """At most so many models are compared in a picture; the table has all."""
 
 
-def snapshot_page(facts: SnapshotFacts, typed: Typed = str) -> str:
-    """Return the page of a snapshot.  typed: formats a text of the library for its reader."""
+def snapshot_page(facts: SnapshotFacts, typed: Typed = str, top: Markup | None = None) -> str:
+    """Return the page of a snapshot.
+
+    typed: formats a text of the library for its reader.  top: of a page that a server shows.
+    """
     parts = list(_parts(facts, typed))
     shown = facts.snapshot
     return page(
@@ -65,10 +68,11 @@ def snapshot_page(facts: SnapshotFacts, typed: Typed = str) -> str:
         heatmap.hatch(),
         *(part for _, _, part in parts),
         foot=join([f"Snapshot {shown.snapshot}. Content {shown.manifest}."]),
+        top=top,
     )
 
 
-def comparison_page(facts: ComparisonFacts, typed: Typed = str) -> str:
+def comparison_page(facts: ComparisonFacts, typed: Typed = str, top: Markup | None = None) -> str:
     """Return the page of two snapshots; arguments as for `snapshot_page`."""
     parts = list(_comparison_parts(facts, typed))
     return page(
@@ -81,6 +85,7 @@ def comparison_page(facts: ComparisonFacts, typed: Typed = str) -> str:
         heatmap.hatch(),
         *(part for _, _, part in parts),
         foot=f"Snapshots {facts.a.snapshot} and {facts.b.snapshot}.",
+        top=top,
     )
 
 
@@ -861,3 +866,22 @@ def _files(facts: ComparisonFacts) -> Markup:
         (f"Size in {facts.name_b}", "n"),
     ]
     return table(caption, columns, rows)
+
+
+# -- sections of other pages ---------------------------------------------------------------------
+
+
+def lineage_section(found: Sequence[Ancestor], chosen: str, *, complete: bool) -> Markup:
+    """Return what a snapshot was made from, as on its report.  chosen: the snapshot's id."""
+    return section(
+        "lineage",
+        "Where it came from",
+        "Time runs from left to right: each snapshot was made from those to its left.",
+        *_lineage(found, chosen, complete=complete),
+    )
+
+
+def notes_section(shown: SnapshotReport) -> Markup:
+    """Return what was noted about a snapshot, as on its report."""
+    lead = None if shown.notes else "Nothing was noted about this snapshot."
+    return section("notes", "Notes and evaluations", lead, *_notes(shown))

@@ -11,7 +11,7 @@ import json
 
 import msgspec
 
-from mstore.api.reports import OriginReport, RefReport, TensorReport
+from mstore.api.reports import OriginReport, ReflogReport, RefReport, TensorReport
 from mstore.terms.report import plain
 
 
@@ -122,6 +122,15 @@ class TensorsDocument(msgspec.Struct, frozen=True):
 
     tensors: tuple[TensorReport, ...]
     """every tensor, in file and data order; its address is tensors/NAME"""
+
+
+class ReflogDocument(msgspec.Struct, frozen=True):
+    """What `/reflog` shows."""
+
+    name: str | None
+    """the ref; None for all that ever were"""
+    entries: tuple[ReflogReport, ...]
+    """moves, newest first"""
 
 
 class ErrorReport(msgspec.Struct, frozen=True):

@@ -157,9 +157,10 @@ class Server(uvicorn.Server):
         self._info = described(store, listening, s3)
         own = frozenset(name.lower() for name in names) | OWN_NAMES
         self._showing = Showing(store)
+        self._http = HttpFace(store, self._showing, token)
         faces: dict[int, Face] = {}
         if listening is not None:
-            faces[listening.getsockname()[1]] = HttpFace(self._showing, token)
+            faces[listening.getsockname()[1]] = self._http
         if s3 is not None:
             faces[s3.getsockname()[1]] = S3Face(self._showing, s3_keys)
         names_here = own if self._info.loopback else None
@@ -191,6 +192,7 @@ class Server(uvicorn.Server):
         try:
             super().run(sockets=self._listening)
         finally:
+            self._http.close()
             self._threads.close()
             self._showing.close()
 

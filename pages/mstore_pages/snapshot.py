@@ -1,0 +1,334 @@
+"""Pages of one snapshot that a server shows: the snapshot, its tensors, the plan of its merge.
+
+Takes what was gathered already, and asks no store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from mstore.store.objects.plan import EXPERT
+from mstore.terms.report import utc
+from mstore.terms.sizes import format_size
+from mstore_pages import figures
+from mstore_pages.browse import compare_form, parents
+from mstore_pages.card import card
+from mstore_pages.document import page, section, tiles
+from mstore_pages.facts import Ancestor
+from mstore_pages.figures import number, percent
+from mstore_pages.lineage import how, signed
+from mstore_pages.markup import Child, Markup, tag
+from mstore_pages.report import lineage_section, notes_section
+from mstore_pages.site import (
+    Column,
+    Links,
+    Paged,
+    Place,
+    below,
+    count,
+    linked,
+    listing,
+    more,
+    search,
+    shape,
+    top,
+    turning,
+)
+
+if TYPE_CHECKING:
+    from mstore.api.reports import (
+        ExpertShare,
+        Explanation,
+        FileReport,
+        SnapshotReport,
+        TensorExplanation,
+        TensorReport,
+    )
+
+FILES_SHOWN = 200
+
+
+class ShownSnapshot(msgspec.Struct, frozen=True):
+    """What the page of a snapshot shows."""
+
+    snapshot: SnapshotReport
+    """the snapshot, its notes and signatures"""
+    lineage: tuple[Ancestor, ...]
+    """it and what it was made from"""
+    lineage_complete: bool
+    """whether nothing of the lineage was left out"""
+    files: tuple[FileReport, ...]
+    """its files, by path"""
+    card: str | None
+    """its model card; None if it has none, or it cannot be read"""
+    names: tuple[str, ...]
+    """refs that it may be compared with"""
+
+
+def snapshot_page(links: Links, place: Place, shown: ShownSnapshot) -> str:
+    """Return the page of a snapshot."""
+    one = shown.snapshot
+    return page(
+        place.name,
+        tag("p", tag("a", "Refs", href=links.at("")), " / ", _kind(one, place), class_="crumbs"),
+        tag("h1", place.name),
+        tag("p", one.message, class_="message") if one.message else None,
+        _pruned() if one.pruned else None,
+        tiles(_tiles(one)),
+        linked(dict(_ways(links, place, shown))),
+        _card(shown),
+        _made_from(links, one),
+        lineage_section(shown.lineage, str(one.snapshot), complete=shown.lineage_complete),
+        notes_section(one),
+        None if one.pruned else _files(links, place, shown.files),
+        section(
+            "compare",
+            "Compare",
+            "With another ref, or the beginning of an id.",
+            compare_form(links, place.name, "", shown.names),
+        ),
+        foot=f"Snapshot {one.snapshot}. Content {one.manifest}.",
+        top=top(links),
+    )
+
+
+def _kind(one: SnapshotReport, place: Place) -> Child:
+    others = [name for name in one.refs if name != place.name]
+    return f"also {', '.join(others[:3])}" if others else one.snapshot.short
+
+
+def _pruned() -> Markup:
+    return tag("p", "Its contents were pruned: only records are left.", class_="flag")
+
+
+def _tiles(one: SnapshotReport) -> Iterator[tuple[str, Child, Child]]:
+    yield "How", how(one), f"from {one.origin.url}" if one.origin else None
+    yield "Size", format_size(one.plain_bytes), count(one.files, "file")
+    kinds = [name for name in one.models if name]
+    yield "Tensors", one.tensors, count(len(kinds), "named model") if kinds else None
+    made = utc(one.time_ns) if one.time_ns else figures.DASH
+    yield "Made (UTC)", made, f"by {one.author}" if one.author else None
+    yield "Signed", signed(one.signatures) if one.signatures else "none", None
+
+
+def _ways(links: Links, place: Place, shown: ShownSnapshot) -> Iterator[tuple[str, str]]:
+    one = shown.snapshot
+    if not one.pruned:
+        yield "Report", links.at(f"{place.path}/report")
+        yield "Report without reading weights", links.at(f"{place.path}/report", measure="no")
+    if one.plan is not None:
+        yield "Plan of the merge", links.at(f"{place.path}/plan")
+    if not one.pruned:
+        yield f"Tensors ({one.tensors})", links.at(f"{place.path}/tensors/")
+        yield f"Files ({one.files})", links.at(f"{place.path}/files/")
+    yield "Permanent address", links.snapshot(one.snapshot)
+
+
+def _card(shown: ShownSnapshot) -> Markup | None:
+    if shown.card is None:
+        return None
+    return section("card", "Model card", None, card(shown.card))
+
+
+def _made_from(links: Links, one: SnapshotReport) -> Markup | None:
+    found = parents(links, one, most=len(one.parents))
+    return tag("section", tag("h2", "Made from"), tag("p", found)) if found else None
+
+
+def _files(links: Links, place: Place, files: Sequence[FileReport]) -> Markup:
+    rows = (
+        (
+            tag("a", one.path, href=links.at(f"{place.path}/files/{below(*one.path.split('/'))}")),
+            format_size(one.size),
+            one.tensors or None,
+        )
+        for one in files[:FILES_SHOWN]
+    )
+    columns = (Column("File", "name"), Column("Size", "n", is_named=False), Column("Tensors", "n"))
+    rest = len(files) - FILES_SHOWN
+    told = tag("a", f"{rest} more files", href=links.at(f"{place.path}/files/"))
+    return section(
+        "files",
+        "Files",
+        "Each name leads to the bytes, as they were added.",
+        listing("Files", columns, rows, kind="files"),
+        tag("p", told) if rest > 0 else None,
+    )
+
+
+def tensors_page(
+    links: Links, place: Place, tensors: Sequence[TensorReport], at: Paged, query: str
+) -> str:
+    """Return a page of the tensors of a snapshot.  query: what was looked for."""
+    path = f"{place.path}/tensors/"
+    rows = (
+        (
+            tag("a", one.name, href=links.at(path + below(one.name))),
+            one.dtype,
+            shape(one.shape),
+            format_size(one.nbytes),
+            one.file,
+        )
+        for one in tensors
+    )
+    columns = (
+        Column("Tensor", "name"),
+        Column("Type", is_named=False),
+        Column("Shape", "n"),
+        Column("Size", "n"),
+        Column("File", "name"),
+    )
+    return page(
+        f"Tensors of {place.name}",
+        tag("p", tag("a", place.name, href=links.at(place.path)), class_="crumbs"),
+        tag("h1", "Tensors"),
+        search(links.at(path), "Search tensors", query, filters="tensors", is_wide=True),
+        tag("p", at.told("tensor", query), class_="caption", id="found", role="status"),
+        listing("Each name leads to the bytes of a tensor.", columns, rows, kind="tensors")
+        if tensors
+        else tag("p", "No tensor matches." if query else "It has no tensors."),
+        turning(links, path, at, q=query),
+        top=top(links, has_search=False),
+    )
+
+
+# -- the plan ------------------------------------------------------------------------------------
+
+
+def plan_page(
+    links: Links,
+    place: Place,
+    merge: Explanation,
+    tensors: Sequence[TensorExplanation],
+    at: Paged,
+    query: str,
+) -> str:
+    """Return a page of what a merge reads of each expert, by tensor.
+
+    tensors: those of this page.  query: what was looked for.
+    """
+    plan = merge.plan
+    path = f"{place.path}/plan"
+    return page(
+        f"Plan of {place.name}",
+        tag("p", tag("a", place.name, href=links.at(place.path)), class_="crumbs"),
+        tag("h1", "Plan of the merge"),
+        tag("p", _read(merge), class_="verdict"),
+        _experts(merge) if not plan.layers else None,
+        section(
+            "tensors",
+            "By tensor",
+            "Of the blocks in which an expert differs from the base: how many the merge uses."
+            if not plan.layers
+            else "Which model each tensor comes from.",
+            search(links.at(path), "Search tensors", query, filters="tensors", is_wide=True),
+            tag("p", at.told("tensor", query), class_="caption", id="found", role="status"),
+            _by_tensor(merge, tensors) if tensors else tag("p", "No tensor matches."),
+            turning(links, path, at, q=query),
+        ),
+        foot=f"Plan {plan.plan}.",
+        top=top(links, has_search=False),
+    )
+
+
+def _read(merge: Explanation) -> str:
+    plan = merge.plan
+    if plan.layers:
+        return f"A stack of layers of {count(len(plan.experts) + 1, 'model')}, as they are."
+    full = plan.full_expert_bytes
+    share = percent(plan.planned_expert_bytes / full if full else 0)
+    limits = []
+    if plan.budget_bytes is not None:
+        limits.append(f"a budget of {format_size(plan.budget_bytes)}")
+    if plan.max_error is not None:
+        limits.append(f"an error of at most {percent(plan.max_error)}")
+    given = f", with {' and '.join(limits)}" if limits else ", without a limit"
+    return (
+        f"{plan.method} of {count(len(plan.experts), 'expert')} into {plan.base}{given}. It reads "
+        f"{format_size(plan.planned_expert_bytes)} of experts: {share} of {format_size(full)}."
+    )
+
+
+def _experts(merge: Explanation) -> Markup:
+    rows = (
+        (
+            f"{n} {one.expert}",
+            number(one.weight),
+            _used(one),
+            one.chunks_shared or None,
+            one.chunks_below_threshold or None,
+            _out(one) or None,
+            one.chunks_equal_base or None,
+        )
+        for n, one in enumerate(_of_experts(merge.experts), 1)
+    )
+    columns = (
+        Column("Expert", "name"),
+        Column("Weight", "n"),
+        Column("Used", "n"),
+        Column("Shared with another", "n"),
+        Column("Trimmed away", "n"),
+        Column("Left out for limits", "n"),
+        Column("Equal to base", "n"),
+    )
+    return section("experts", "By expert", "In blocks.", listing("Experts", columns, rows))
+
+
+def _by_tensor(merge: Explanation, tensors: Sequence[TensorExplanation]) -> Markup:
+    if merge.plan.layers:
+        columns = [Column("Tensor", "name"), Column("From", "name", is_named=False)]
+        origins = [(one.name, one.treatment) for one in tensors]
+        return listing("Tensors", columns, origins, kind="tensors")
+    experts = _of_experts(merge.experts)
+    columns = [
+        Column("Tensor", "name"),
+        Column("How", "text", is_named=False),
+        Column("Base's own blocks", "n"),
+        *(Column(f"Expert {n}", "n") for n in range(1, len(experts) + 1)),
+    ]
+    rows = [
+        (
+            one.name,
+            _treated(one, merge),
+            f"{one.blocks_reused} of {one.blocks_total}",
+            *_cells(one, len(experts)),
+        )
+        for one in tensors
+    ]
+    return listing("Tensors, with the experts of the table above", columns, rows, kind="tensors")
+
+
+def _treated(one: TensorExplanation, merge: Explanation) -> str:
+    if one.tied_to is not None:
+        return f"tied to {one.tied_to}"
+    is_other = one.method is not None and one.method != merge.plan.method
+    return f"{one.treatment} by {one.method}" if is_other else one.treatment
+
+
+def _cells(one: TensorExplanation, count: int) -> Iterator[Child]:
+    shares = _of_experts(one.experts)
+    for share in shares:
+        out = _out(share)
+        told = _used(share)
+        yield tag("span", told, more(f"{out} left out")) if out else told
+    for _ in range(count - len(shares)):
+        yield None
+
+
+def _used(share: ExpertShare) -> str | None:
+    """Return how many of an expert's own blocks are used; None if it has none."""
+    used = share.chunks_read + share.chunks_shared
+    differ = used + share.chunks_below_threshold + _out(share)
+    return f"{used} of {differ}" if differ else None
+
+
+def _out(share: ExpertShare) -> int:
+    return share.chunks_over_budget + share.chunks_outside_top_p
+
+
+def _of_experts(shares: Sequence[ExpertShare]) -> list[ExpertShare]:
+    """Return the shares without those of companions, which are in no element of the result."""
+    return [share for share in shares if share.role == EXPERT]
