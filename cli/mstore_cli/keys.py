@@ -22,10 +22,11 @@ import msgspec
 
 from mstore.api import reports
 from mstore.terms import ids
-from mstore.terms.phrases import Phrase
+from mstore.terms.phrases import Call, Option, Phrase
 from mstore_cli.commands.doctor import DoctorReport, StoreState
 from mstore_cli.user_config import KEYS as USER_KEYS
 from mstore_fuse.driver import MountInfo
+from mstore_pages import facts
 from mstore_serve import documents
 from mstore_serve.serving import ServeInfo
 
@@ -85,6 +86,17 @@ OBJECTS: dict[str, type] = {
     "problem": reports.Problem,
     "affected tensor": reports.Affected,
     "check": reports.CheckReport,
+    "ancestor": facts.Ancestor,
+    "layer map": facts.LayerMap,
+    "model map": facts.ModelMap,
+    "shares in a layer": facts.LayerShare,
+    "changed tensor": facts.ChangedTensor,
+    "expert of a merge": facts.ExpertFacts,
+    "reused blocks": reports.ReusedBlocks,
+    "blocks of a snapshot": reports.ReuseReport,
+    "sweep": reports.SweepReport,
+    "difference": reports.DiffReport,
+    "comparison": reports.CompareReport,
     "mount": MountInfo,
     "store state": StoreState,
 }
@@ -102,7 +114,7 @@ _SIMPLE: dict[object, str] = {
     bool: "true or false",
     str: "text",
     typing.Any: "any value",
-    Phrase: "text",
+    **dict.fromkeys((Call, Option, Phrase), "text"),
     Path: "text",
     type(None): "null",
 }
@@ -231,6 +243,8 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "explain": keys_of(reports.Explanation),
     "blame": keys_of(reports.BlameReport),
     "recipe": (Key("recipe", "text", "YAML, as mergekit reads it"),),
+    "report": keys_of(facts.SnapshotFacts),
+    "report REF OTHER": keys_of(facts.ComparisonFacts),
     "replay": keys_of(reports.ReplayReport),
     "checkout": keys_of(reports.CheckoutReport),
     "mount": keys_of(MountInfo),

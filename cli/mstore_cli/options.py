@@ -166,8 +166,6 @@ def file_of(form: str) -> Callable[[str], Path]:
 
 drawing = partial(Option, "--svg", metavar="FILE", type=file_of("svg"))
 """Declares `--svg FILE`; the help says what is drawn."""
-png = partial(Option, "--png", metavar="FILE", type=file_of("png"))
-"""Declares `--png FILE`."""
 _REVISION = Argument(
     metavar="REF",
     help="A branch, tag, snapshot id or its beginning (4 digits or more), REF~N, or REF@{N}.",

@@ -82,6 +82,11 @@ class Output:
         self._typed = typed
 
     @property
+    def is_json(self) -> bool:
+        """Whether the result is printed for programs."""
+        return self.mode is Mode.JSON
+
+    @property
     def stream(self) -> TextIO:
         return sys.stdout if self._stream is None else self._stream
 

@@ -10,7 +10,7 @@ GROUPS = {
     "Prepare a merge": (
         *("check-merge", "analyze", "align", "cast", "extract-lora", "combine-adapters"),
     ),
-    "Look": ("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe"),
+    "Look": ("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe", "report"),
     "Names": ("refs", "tag", "reset", "rename", "reflog", "rm", "note"),
     "Share": (
         *(

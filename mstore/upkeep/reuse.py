@@ -1,7 +1,7 @@
 """Reuse: which blocks a snapshot has from its parents, which are its own, and how they lie.
 
 Reads records and rows of the index, and never a block.  A block counts once, however often the
-snapshot has it; one that several parents have counts for the first of them: base, experts, previous.
+snapshot has it; one that several parents have counts for the first: base, experts, previous.
 """
 
 from __future__ import annotations

@@ -14,31 +14,31 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
+from mstore.api.reports import (
+    BAD_SIGNATURE,
+    BlameReport,
+    ComparedPart,
+    CompareReport,
+    DiffReport,
+    ExpertShare,
+    Explanation,
+    ParentReport,
+    PlanReport,
+    ReuseReport,
+    SnapshotReport,
+    SweepReport,
+)
 from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter, values
-from mstore.snapshots.notes import BAD_SIGNATURE
 from mstore.store.objects.plan import EXPERT
 from mstore.store.objects.shapes import layers_of, parts_of
 from mstore.store.objects.snapshot import BASE
 from mstore.terms.errors import MstoreError
+from mstore.terms.ids import Revision, SnapshotId
 from mstore.terms.phrases import Text
 from mstore.terms.report import ProgressCallback, Report
 
 if TYPE_CHECKING:
     from mstore import Store
-    from mstore.api.reports import (
-        BlameReport,
-        ComparedPart,
-        CompareReport,
-        DiffReport,
-        ExpertShare,
-        Explanation,
-        ParentReport,
-        PlanReport,
-        ReuseReport,
-        SnapshotReport,
-        SweepReport,
-    )
-    from mstore.terms.ids import Revision, SnapshotId
 
 T = TypeVar("T")
 Numbers = tuple[tuple[float | None, ...], ...]
@@ -47,7 +47,7 @@ LINEAGE_SHOWN = 40
 """The most snapshots of a lineage."""
 TENSORS_SHOWN = 20
 OUTSIDE = "outside of layers"
-SHARES = tuple(percent / 100 for percent in range(5, 101, 5))
+BUDGETS = tuple(percent / 100 for percent in range(10, 101, 10))
 
 
 class ModelMap(Report, frozen=True):
@@ -641,7 +641,7 @@ def _sweep(ask: _Gatherer, merge: Explanation | None) -> SweepReport | None:
         request = ask.store.read_recipe(text).request
         # Without `analyze`, what has no statistics is taken whole, and no weights are read.
         asked = with_fields(request, budget=None, max_error=None, analyze=False)
-        return ask.store.sweep(asked, shares=SHARES, threads=ask.threads)
+        return ask.store.sweep(asked, shares=BUDGETS, threads=ask.threads)
 
     found = ask.told("sweep", swept)
     # How long it took is no fact of the merge.

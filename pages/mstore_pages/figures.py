@@ -75,7 +75,9 @@ class Levels(msgspec.Struct, frozen=True):
 
     def short(self, value: float) -> str:
         """Format a number for a small cell, without its unit."""
-        return self.told(value) if self.form else f"{100 * value:.0f}".replace("-", MINUS)
+        if self.form:
+            return self.told(value)
+        return f"{100 * value:{'z.0f' if abs(value) >= 0.1 else '.2g'}}".replace("-", MINUS)
 
 
 SHARES = Levels((1e-9, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95), tuple(f"h{n}" for n in range(9)))
@@ -88,7 +90,7 @@ SIGNED = Levels(
 COSINES = Levels(
     (-0.6, -0.3, -0.1, -0.02, 0.02, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9),
     SIGNED.classes,
-    ".2f",
+    "z.2f",
 )
 
 

@@ -129,20 +129,21 @@ def rows_of(parts: Sequence[str], rows: Sequence[Row], levels: Levels) -> Markup
     )
 
 
-_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _STEPS = 64 * 64 - 3
+_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 
 
 class Packing(msgspec.Struct, frozen=True):
-    """How numbers are packed for the page's script: two letters each, that is 1 in 4093 steps.
+    """How numbers are packed for the page's script: two letters each, one of 4094 steps.
 
     low, high: what the first and the last step mean.  is_log: whether steps are factors; then zero
-    has a code of its own.
+    has a code of its own.  is_short: one letter, for shares from 0 to 1: 0 and 1 are exact.
     """
 
     low: float
     high: float
-    is_log: bool
+    is_log: bool = False
+    is_short: bool = False
 
     @classmethod
     def of(cls, values: Iterable[float | None], *, is_log: bool = False) -> Packing:
@@ -155,14 +156,27 @@ class Packing(msgspec.Struct, frozen=True):
         return "".join(self._code(value) for row in rows for value in row)
 
     def _code(self, value: float | None) -> str:
-        if value is None or not math.isfinite(value):
-            step = 0
-        elif self.is_log and value <= 0:
-            step = 1
-        elif self.is_log:
-            wide = math.log(self.high / self.low)
-            step = 2 + round(_STEPS * math.log(value / self.low) / wide) if wide else 2
-        else:
-            wide = self.high - self.low
-            step = 2 + round(_STEPS * (value - self.low) / wide) if wide else 2
+        is_known = value is not None and math.isfinite(value)
+        if self.is_short:
+            return _ALPHABET[_short_step(value) if is_known and value is not None else 0]
+        step = 0
+        if value is not None and is_known:
+            step = 1 if self.is_log and value <= 0 else 2 + round(_STEPS * self._part(value))
         return _ALPHABET[step >> 6] + _ALPHABET[step & 63]
+
+    def _part(self, value: float) -> float:
+        """Return how far a number lies from `low` to `high`."""
+        if self.is_log:
+            wide = math.log(self.high / self.low)
+            return math.log(value / self.low) / wide if wide else 0.0
+        wide = self.high - self.low
+        return (value - self.low) / wide if wide else 0.0
+
+
+SHARE = Packing(0.0, 1.0, is_short=True)
+"""Shares from 0 to 1."""
+
+
+def _short_step(share: float) -> int:
+    """Return 1 for nothing, 63 for all, and a step between for all else."""
+    return 1 if share <= 0 else 63 if share >= 1 else min(62, max(2, round(1 + 62 * share)))

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from mstore_pages.figures import TEXT, picture, text, width_of
 from mstore_pages.markup import Markup, join, tag
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 ROLES = ("base", "expert", "previous", "companion")
 NAMES_SHOWN = 3
-_GAP, _ACROSS, _LINE, _PADDING, _INSIDE = 16.0, 72.0, 17.0, 16.0, 10.0
+MANY = 10
+"""Of more snapshots, the facts of each stand on one line."""
+_GAP, _ACROSS, _LINE, _PADDING, _INSIDE = 12.0, 72.0, 17.0, 16.0, 10.0
 _LANE = 6.0
 _SWEEPS = 8
 
@@ -102,6 +105,9 @@ class _Slot(msgspec.Struct):
 
 def draw(nodes: Sequence[Node], title: str = "Lineage") -> Markup:
     """Return the picture of these snapshots; parents that are not among them are left out."""
+    if len(nodes) > MANY:
+        # Each on two lines: who sees many looks for names.
+        nodes = [replace(node, facts=(", ".join(node.facts),)) for node in nodes]
     by_key = {node.key: node for node in nodes}
     columns, ways = _placed(by_key)
     slots = {slot.key: slot for column in columns for slot in column}

@@ -7,19 +7,21 @@ whose numbers are not known says why.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
 
 from mstore.terms.phrases import Text
 from mstore.terms.report import utc
 from mstore.terms.sizes import format_size
-from mstore_pages import curve, figures, heatmap, lineage, matrix
+from mstore_pages import curve, figures, heatmap, lineage
 from mstore_pages.curve import BudgetPoint
 from mstore_pages.document import Cell, bar, details, page, scroll, section, table, tiles
 from mstore_pages.figures import COSINES, SHARES, SIGNED, Levels, growing, number, percent
-from mstore_pages.heatmap import Packing
+from mstore_pages.heatmap import SHARE, Packing
 from mstore_pages.markup import Child, Markup, data, escaped, join, tag
-from mstore_pages.matrix import Matrix
 
 if TYPE_CHECKING:
     from mstore.api.reports import (
@@ -40,15 +42,13 @@ if TYPE_CHECKING:
 
 Typed = Callable[[Text], str]
 MEASURES = {
-    "change": "change, relative to the base",
+    "change": "change",
     "share": "share of what the merge changed",
     "left_out": "left out for the budget",
     "equal": "blocks equal to the base's",
 }
 EVALUATION, VERDICT = "evaluation", "verdict"
 _FILES_SHOWN = 60
-_MATRIX_SHOWN = 24
-"""At most so many models are compared in a picture; the table has all."""
 
 
 def snapshot_page(facts: SnapshotFacts, typed: Typed = str, top: Markup | None = None) -> str:
@@ -352,7 +352,7 @@ def _maps(maps: Sequence[LayerMap]) -> Iterator[Markup]:
         "equal": SHARES,
     }
     models = [model.model for model in maps[0].models]
-    yield _selector(models)
+    yield _selector(models, [one for one in MEASURES if _is_told(maps, one)])
     title = f"{models[0]}: {MEASURES['change']}"
     yield tag("h3", title, class_="map-title")
     for one in maps:
@@ -388,7 +388,11 @@ def _cells(one: LayerMap) -> int:
     return len(one.layers) * len(one.parts)
 
 
-def _selector(models: Sequence[str]) -> Markup:
+def _is_told(maps: Sequence[LayerMap], measure: str) -> bool:
+    return any(getattr(model, measure) is not None for one in maps for model in one.models)
+
+
+def _selector(models: Sequence[str], measures: Sequence[str]) -> Markup:
     return tag(
         "form",
         tag(
@@ -405,7 +409,7 @@ def _selector(models: Sequence[str]) -> Markup:
             "What is shown",
             tag(
                 "select",
-                *(tag("option", told, value=name) for name, told in MEASURES.items()),
+                *(tag("option", MEASURES[one], value=one) for one in measures),
                 name="measure",
             ),
         ),
@@ -472,12 +476,11 @@ def _map_data(
 ) -> Markup:
     """Return all numbers for the page's script, packed."""
     shares = [v for m in maps for model in m.models for row in model.share or () for v in row]
-    whole = Packing(0.0, 1.0, is_log=False)
     packings = {
         "change": Packing.of(changes, is_log=True),
         "share": Packing.of(shares),
-        "left_out": whole,
-        "equal": whole,
+        "left_out": SHARE,
+        "equal": SHARE,
     }
     kinds = []
     for one in maps:
@@ -490,7 +493,7 @@ def _map_data(
         name: {
             "edges": scale.edges,
             "classes": scale.classes,
-            "packing": {"low": p.low, "high": p.high, "is_log": p.is_log},
+            "packing": asdict(p),
         }
         for (name, scale), p in zip(levels.items(), packings.values(), strict=True)
     }
@@ -542,42 +545,45 @@ def _experts(facts: SnapshotFacts, typed: Typed) -> Iterator[Markup]:
         yield tag("p", f"Shares are not known: {typed(why)}.", class_="gap")
     if any(share is not None for one in facts.layers for share in one.shares):
         yield tag("h3", "Share of each expert, by layer")
-        yield _layer_table(facts, "shares", SIGNED)
-    if any(one for layer in facts.layers for one in layer.left_out):
-        inside = _layer_table(facts, "left_out", SHARES)
-        yield details("What the limits left out of each expert, by layer", inside)
+        yield _layer_table(facts)
 
 
-def _layer_table(facts: SnapshotFacts, what: str, levels: Levels) -> Markup:
+def _layer_table(facts: SnapshotFacts) -> Markup:
     names = [one.expert for one in facts.experts]
-    is_share = what == "shares"
     heads = [tag("th", "layer", scope="col")]
+    heads += [tag("th", one, scope="col") for one in ("largest", "left out")]
     heads += [tag("th", tag("abbr", n, title=name), scope="col") for n, name in enumerate(names, 1)]
-    if is_share:
-        heads.append(tag("th", "largest", scope="col"))
     lines = []
     for layer in facts.layers:
-        values = getattr(layer, what)
+        known = [(one, -n) for n, one in enumerate(layer.shares) if one is not None]
+        best = -max(known)[1] if known else None
+        told = figures.DASH if best is None else f"{best + 1} {names[best]}"
+        out = [one for one in layer.left_out if one is not None]
         cells = [
-            tag("td", percent(v).removesuffix("\u00a0%"), class_=levels.class_of(v) or None)
-            if v is None or abs(v) >= 0.0005
-            else tag("td", "0", class_=levels.class_of(v))
-            for v in (None if v is None else round(v, 3) for v in values)
+            tag("td", told, class_="largest"),
+            tag("td", _whole(sum(out) / len(out) if out else None)),
+            *(tag("td", _whole(one), class_=SIGNED.class_of(one)) for one in layer.shares),
         ]
-        if is_share:
-            known = [(v, n) for n, v in enumerate(values) if v is not None]
-            best = max(known, default=None)
-            told = f"{best[1] + 1} {names[best[1]]}" if best else figures.DASH
-            cells.append(tag("td", told, class_="name"))
         lines.append(tag("tr", tag("th", layer.layer, scope="row"), *cells))
-    inside = tag(
-        "table",
-        tag("caption", "In percent. Columns are the experts by the numbers of the table above."),
-        tag("thead", tag("tr", *heads)),
-        tag("tbody", *lines),
-        class_="grid-table",
+    return _grid(
+        "Experts by layer",
+        "In percent; columns are the experts by the numbers of the table above. Left out: the part "
+        "of the blocks that differ from the base's, as the mean of the experts.",
+        heads,
+        lines,
     )
-    return scroll("Experts by layer", inside, is_long=True)
+
+
+def _grid(label: str, caption: str, heads: Sequence[Markup], lines: Sequence[Markup]) -> Markup:
+    """Return a table of coloured numbers; its caption stands above it, as wide as the page."""
+    head, body = tag("thead", tag("tr", *heads)), tag("tbody", *lines)
+    inside = tag("table", head, body, class_="grid-table")
+    return join([tag("p", caption, class_="caption"), scroll(label, inside, is_long=True)])
+
+
+def _whole(share: float | None) -> str:
+    """Return a share as whole percent, without the sign."""
+    return figures.DASH if share is None else f"{100 * share:.0f}".replace("-0", "0")
 
 
 def _sweep(sweep: SweepReport, plan: PlanReport) -> Iterator[Markup]:
@@ -651,43 +657,28 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _similarity(part: ComparedPart) -> Iterator[Markup]:
-    names = tuple(one.model for one in part.models)
+    names = [one.model for one in part.models]
     known = {frozenset((pair.a, pair.b)): pair for pair in part.pairs}
-    if len(names) <= _MATRIX_SHOWN:
-        cells = tuple(
-            tuple(1.0 if a == b else known[frozenset((a, b))].cosine for b in names) for a in names
+    heads = [tag("th", "model", scope="col")]
+    heads += [tag("th", tag("abbr", n, title=name), scope="col") for n, name in enumerate(names, 1)]
+    lines = []
+    for n, one in enumerate(names):
+        cells = []
+        for k, other in enumerate(names):
+            pair = known.get(frozenset((one, other)))
+            cosine = 1.0 if n == k else pair.cosine if pair else None
+            mark = "~" if n != k and pair and pair.deviation else ""
+            told = figures.DASH if cosine is None else f"{mark}{COSINES.told(cosine)}"
+            cells.append(tag("td", told, class_=COSINES.class_of(cosine)))
+        lines.append(tag("tr", tag("th", f"{n + 1} {one}", scope="row"), *cells))
+    deviations = [pair.deviation for pair in part.pairs if pair.deviation]
+    caption = "Columns are the models by their numbers."
+    if deviations:
+        caption += (
+            " ~ marks an estimate from statistics, whose standard deviation is at most "
+            f"{max(deviations):.2g}."
         )
-        drawn = matrix.draw(
-            Matrix(
-                title="Cosine of two changes",
-                rows=names,
-                columns=names,
-                cells=cells,
-                measure="1: the same direction; 0: nothing in common; below 0: against each other",
-                levels=COSINES,
-                axes=("model", "model"),
-            )
-        )
-        yield scroll("Cosines", drawn)
-    rows = [
-        (
-            pair.a,
-            Cell(pair.b, "name"),
-            Cell(f"{'~' if pair.deviation else ''}{number(pair.cosine)}", "n", pair.cosine),
-            Cell(number(pair.deviation) if pair.deviation else "exact", "n", pair.deviation),
-            Cell(percent(pair.equal_blocks), "n", pair.equal_blocks),
-        )
-        for pair in part.pairs
-    ]
-    columns = [
-        ("Model", "name"),
-        ("Other model", "name"),
-        ("Cosine", "n"),
-        ("Deviation", "n"),
-        ("Equal blocks", "n"),
-    ]
-    inside = table("~ marks estimates from statistics.", columns, rows, sortable=True)
-    yield details("The cosines as a table", inside)
+    yield _grid("Cosines", caption, heads, lines)
 
 
 def _blocks(blocks: ReuseReport, shown: SnapshotReport) -> Iterator[Markup]:

@@ -56,6 +56,13 @@
 
   function unpacked(text, packing) {
     const values = [];
+    if (packing.is_short) {
+      for (const letter of text) {
+        const step = ALPHABET.indexOf(letter);
+        values.push(step === 0 ? null : (step - 1) / 62);
+      }
+      return values;
+    }
     for (let at = 0; at < text.length; at += 2) {
       const step = ALPHABET.indexOf(text[at]) * 64 + ALPHABET.indexOf(text[at + 1]);
       const part = (step - 2) / 4093;
@@ -65,6 +72,14 @@
       else values.push(packing.low + (packing.high - packing.low) * part);
     }
     return values;
+  }
+
+  function told(value, measure) {
+    // A short packing rounds all but nothing and everything.
+    if (!measure.packing.is_short || value === null || value === 0 || value === 1) {
+      return percent(value);
+    }
+    return "~ " + percent(Math.round(100 * value) / 100);
   }
 
   function percent(value) {
@@ -127,7 +142,7 @@
         [...table.tBodies[0].rows].forEach((row, layer) => {
           [...row.cells].slice(1).forEach((cell, part) => {
             const value = values[part * across + layer];
-            cell.textContent = percent(value);
+            cell.textContent = told(value, chosen);
             cell.className = classOf(value, chosen) ?? "";
           });
         });
@@ -142,7 +157,7 @@
       const kind = data.kinds[number], across = kind.layers.length;
       if (at < 0 || at >= across) return;
       const where = kind.layers[at] === "" ? "" : `${kind.kind} ${kind.layers[at]}, `;
-      readout.textContent = `${where}${kind.parts[row]}: ${percent(shown[number][row * across + at])}`;
+      readout.textContent = `${where}${kind.parts[row]}: ${told(shown[number][row * across + at], data.measures[measure.value])}`;
     }
 
     boxes.forEach((box, number) => {

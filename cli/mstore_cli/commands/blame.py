@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore_cli import plots
+from mstore_cli import pictures
 from mstore_cli.command import command
 from mstore_cli.groups import By, Group, draw_groups
 from mstore_cli.options import Argument, Option, Revision, Threads, drawing
@@ -16,6 +16,7 @@ from mstore_cli.sizes import format_percent, format_seconds, format_size
 
 if TYPE_CHECKING:
     from mstore.api.reports import BlameReport, ExpertBlame, LayerBlame, TensorBlame
+    from mstore_pages.matrix import Matrix
 
 COLUMNS = ("SHARE", "NORM", "MOVED")
 
@@ -43,12 +44,10 @@ def blame(
     result is negative. NORM is the norm of the contribution, MOVED the number of elements that it
     changed.
     """
-    if svg is not None:
-        plots.require()
     with session.open() as store, session.progress() as tick:
         report = store.blame(revision, tensor, threads=threads, progress=tick)
     if svg is not None:
-        plots.heat_map(norms(report, revision), svg)
+        pictures.write_matrix(svg, norms(report, revision))
 
     def human(screen: Screen) -> None:
         _draw(screen, report, by)
@@ -58,14 +57,20 @@ def blame(
     session.output.emit(report, ids=[one.name for one in report.tensors], human=human)
 
 
-def norms(report: BlameReport, name: str) -> plots.HeatMap:
+def norms(report: BlameReport, name: str) -> Matrix:
     """Layers by experts: the norm of each expert's contribution."""
-    return plots.HeatMap(
+    from mstore_pages.figures import growing
+    from mstore_pages.matrix import Matrix
+
+    cells = tuple(tuple(expert.norm for expert in layer.experts) for layer in report.layers)
+    return Matrix(
         title=f"{name}: what each expert contributed",
         rows=tuple(layer.name for layer in report.layers),
         columns=tuple(expert.expert for expert in report.experts),
-        cells=tuple(tuple(expert.norm for expert in layer.experts) for layer in report.layers),
+        cells=cells,
         measure="norm of the contribution, in the units of the weights",
+        levels=growing((norm for row in cells for norm in row), ".2g"),
+        axes=("layer", "expert"),
     )
 
 

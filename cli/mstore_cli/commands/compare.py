@@ -6,23 +6,25 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore_cli import completion, plots
+from mstore_cli import completion, pictures
 from mstore_cli.command import command
 from mstore_cli.groups import Group, draw_groups
 from mstore_cli.merging import with_patterns
-from mstore_cli.options import Argument, OnlyCompared, Option, SkipCompared, Threads, drawing, png
+from mstore_cli.options import Argument, OnlyCompared, Option, SkipCompared, Threads, drawing
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_percent, format_size
 
 if TYPE_CHECKING:
     from mstore.api.reports import ComparedPair, ComparedPart, CompareReport
+    from mstore_pages.matrix import Matrix
 
 
 class By(StrEnum):
     """What is compared."""
 
     TENSOR = "tensor"
+    PART = "part"
     LAYER = "layer"
     MODEL = "model"
 
@@ -49,7 +51,11 @@ def compare(
         ),
     ] = None,
     by: Annotated[
-        By, Option("--by", help="Compare each tensor, each layer, or whole models.")
+        By,
+        Option(
+            "--by",
+            help="Compare each tensor, each part of a layer, each layer, or whole models.",
+        ),
     ] = By.LAYER,
     only: OnlyCompared = (),
     skip: SkipCompared = (),
@@ -59,7 +65,6 @@ def compare(
     svg: Annotated[
         Path | None, drawing(help="Also draw the cosines of whole models as a matrix, as SVG.")
     ] = None,
-    png: Annotated[Path | None, png(help="Draw the same as PNG.")] = None,
     threads: Threads = None,
 ) -> None:
     """Print how far models moved from a base, and how alike.
@@ -70,9 +75,6 @@ def compare(
     these, or estimate cosines (~). Blocks are read only of models that have no statistics, or with
     --exact; what was measured is kept.
     """
-    drawn = {form: path for form, path in (("svg", svg), ("png", png)) if path is not None}
-    if drawn:
-        plots.require()
     with session.open() as store, session.progress() as tick:
         chosen = with_patterns(store, [(one, 1.0) for one in models], *([base] if base else []))
         report = store.compare(
@@ -85,8 +87,8 @@ def compare(
             threads=threads,
             progress=tick,
         )
-    for form, path in drawn.items():
-        plots.heat_map(cosines(report), path, form)
+    if svg is not None:
+        pictures.write_matrix(svg, cosines(report))
 
     def human(screen: Screen) -> None:
         number = counted(len(report.models), "model")
@@ -97,8 +99,8 @@ def compare(
             screen.line(f"read {format_size(report.bytes_read)} of models without statistics")
         for remark in report.remarks:
             screen.line(f"remark: {screen.typed(remark)}")
-        for path in drawn.values():
-            screen.line(f"drawn in {path}")
+        if svg is not None:
+            screen.line(f"drawn in {svg}")
 
     session.output.emit(report, ids=report.models, human=human)
 
@@ -136,10 +138,13 @@ def _cosine(pair: ComparedPair) -> str:
     return f"{'~' if pair.deviation else ''}{pair.cosine:.2f}"
 
 
-def cosines(report: CompareReport) -> plots.HeatMap:
+def cosines(report: CompareReport) -> Matrix:
     """Models by models: the cosine of their changes."""
+    from mstore_pages.figures import COSINES
+    from mstore_pages.matrix import Matrix
+
     known = {frozenset((pair.a, pair.b)): pair.cosine for pair in report.whole.pairs}
-    return plots.HeatMap(
+    return Matrix(
         title=f"changes of {report.base}",
         rows=report.models,
         columns=report.models,
@@ -148,7 +153,6 @@ def cosines(report: CompareReport) -> plots.HeatMap:
             for a in report.models
         ),
         measure="cosine of two changes",
-        bottom=-1.0,
-        top=1.0,
+        levels=COSINES,
         axes=("model", "model"),
     )

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mstore.terms.phrases import few
-from mstore_cli import completion
+from mstore_cli import completion, pictures
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError, remarks
-from mstore_cli.options import Argument, Exclude, NoDefaultExcludes, Option, Threads
+from mstore_cli.options import Argument, Exclude, NoDefaultExcludes, Option, Threads, drawing
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_share, format_size
@@ -68,6 +68,10 @@ def diff(
     ] = False,
     exclude: Exclude = (),
     no_default_excludes: NoDefaultExcludes = False,
+    svg: Annotated[
+        Path | None,
+        drawing(help="Of two snapshots: also draw distances by layer and part, as SVG."),
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Compare two snapshots, or a snapshot with a directory.
@@ -94,9 +98,10 @@ def diff(
                 )
             report = store.diff(a, b, blocks=blocks, exact=exact, threads=threads)
         else:
-            if exact:
+            if exact or svg is not None:
+                option = "--exact" if exact else "--svg"
                 raise UsageError(
-                    f"--exact is for two snapshots, and {b} is a directory",
+                    f"{option} is for two snapshots, and {b} is a directory",
                     hint=f"mstore diff {shlex.quote(a)} {shlex.quote(b)}",
                 )
             found = store.diff_directory(
@@ -116,8 +121,13 @@ def diff(
         )
         return
 
+    if svg is not None:
+        pictures.write_matrix(svg, pictures.changes(report, f"{a} to {b}"))
+
     def human(screen: Screen) -> None:
         _draw(screen, report, blocks=blocks)
+        if svg is not None:
+            screen.line(f"drawn in {svg}")
         odd = [one.name for one in report.tensors if one.not_finite]
         if odd:
             screen.line()

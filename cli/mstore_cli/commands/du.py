@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import replace
 
-from mstore_cli import plots
+from mstore_cli import pictures
 from mstore_cli.command import command
-from mstore_cli.options import RefNames, drawing
+from mstore_cli.options import Option, RefNames, file_of
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_share, format_size
-from mstore_cli.treemap import Node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,18 +37,20 @@ CODEC_COLUMNS = (
     Column("RATIO", right=True),
 )
 SHARED_SHOWN = 10
-UNIQUE, SHARED = "unique", "shared"
-DIFFERENCES = "differences"
-WORDS = {"raw": "as they are", "constant": "constant", "zstd": "zstd", "floats": "floats"}
-"""How blocks are stored, in the words of the picture; the other codecs store differences."""
 
 
 @command(example="mstore du llama/old llama/older")
 def du(
     session: Session,
     names: RefNames = (),
-    svg: Annotated[
-        Path | None, drawing(help="Also draw a treemap, as SVG (needs the extra `plot`).")
+    html: Annotated[
+        Path | None,
+        Option(
+            "--html",
+            metavar="FILE",
+            help="Also write a page with a treemap, to be opened in a browser.",
+            type=file_of("html"),
+        ),
     ] = None,
 ) -> None:
     """Print the space that refs use, share, and would free.
@@ -59,8 +59,6 @@ def du(
     RM also counts the ref's history, but not what something else keeps: other refs, their
     histories, reflogs. If you name refs, the command also prints what each shares with whom.
     """
-    if svg is not None:
-        plots.require()
     with session.open() as store:
         report = store.usage(names)
         path = str(store.path)
@@ -68,13 +66,15 @@ def du(
     told = (tuple(ref.shared_with) if names else () for ref in report.refs)
     refs = tuple(replace(ref, shared_with=one) for ref, one in zip(report.refs, told, strict=True))
     report = replace(report, refs=refs)
-    if svg is not None:
-        plots.tree_map(treemap_of(report, path), svg)
+    if html is not None:
+        from mstore_pages.usage import usage_page
+
+        pictures.write(html, usage_page(report, path))
 
     def human(screen: Screen) -> None:
         _draw(screen, report, in_full=bool(names))
-        if svg is not None:
-            screen.line(f"drawn in {svg}")
+        if html is not None:
+            screen.line(f"drawn in {html}")
 
     session.output.emit(report, ids=[ref.name for ref in report.refs], human=human)
 
@@ -163,36 +163,3 @@ def codec_rows(codecs: Sequence[CodecUsage]) -> list[tuple[str, ...]]:
         )
         for one in codecs
     ]
-
-
-def treemap_of(report: UsageReport, title: str) -> plots.TreeMap:
-    """Build the treemap: refs, each with its unique bytes and portion of shared ones, by codec."""
-    refs = tuple(
-        Node(
-            ref.name,
-            ref.portion_bytes,
-            (
-                _codecs(UNIQUE, ref.unique, ref.unique_bytes),
-                _codecs(SHARED, ref.shared, ref.portion_bytes - ref.unique_bytes),
-            ),
-        )
-        for ref in report.refs
-    )
-    return plots.TreeMap(
-        title=title,
-        root=Node(title, sum(ref.size for ref in refs), refs),
-        measure="stored bytes of blocks; what n refs share is counted as an n-th in each",
-        describe=lambda size: format_size(round(size)),
-        hatched=frozenset({SHARED}),
-        hatching="shared with other refs",
-    )
-
-
-def _codecs(name: str, codecs: Sequence[CodecUsage], size: float) -> Node:
-    """Scale codecs to `size`: shared bytes count as a portion, and so do their codecs."""
-    whole = sum(one.stored_bytes for one in codecs)
-    sizes: Counter[str] = Counter()
-    for one in codecs:
-        sizes[WORDS.get(one.codec, DIFFERENCES)] += one.stored_bytes
-    parts = tuple(Node(word, size * stored / whole) for word, stored in sizes.items())
-    return Node(name, size, parts)

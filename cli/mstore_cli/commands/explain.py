@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore_cli import plots
+from mstore_cli import pictures
 from mstore_cli.command import command
 from mstore_cli.groups import WIDTH, By, Group, draw_groups
 from mstore_cli.options import Argument, Option, Revision, drawing
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PlanReport,
         TensorExplanation,
     )
+    from mstore_pages.matrix import Matrix
 
 CHUNKS = {
     "READ": "chunks_read",
@@ -68,13 +69,11 @@ def explain(
     zeros are not shown. NORM LEFT OUT is the norm of the delta in LEFT OUT and OUTSIDE TOP-P. What
     was read to plan (`analysis read` of plan and merge) is not counted.
     """
-    if svg is not None:
-        plots.require()
     with session.open() as store:
         report = store.explain(revision, tensor)
         made = list(_prepared(store, report))
     if svg is not None:
-        plots.heat_map(shares_read(report, revision), svg)
+        pictures.write_matrix(svg, shares_read(report, revision))
 
     def human(screen: Screen) -> None:
         _draw(screen, report, by, detailed=tensor is not None)
@@ -100,9 +99,12 @@ def _prepared(store: Store, report: Explanation) -> Iterator[str]:
                 yield f"{name} is {made.message}: mstore explain {short(parent.snapshot)}"
 
 
-def shares_read(report: Explanation, name: str) -> plots.HeatMap:
+def shares_read(report: Explanation, name: str) -> Matrix:
     """Layers by experts: the share of an expert's changes that was used."""
-    return plots.HeatMap(
+    from mstore_pages.figures import SHARES
+    from mstore_pages.matrix import Matrix
+
+    return Matrix(
         title=f"{name}: what was read of each expert",
         rows=tuple(layer.name for layer in report.layers),
         columns=tuple(share.expert for share in _of_experts(report.experts)),
@@ -112,7 +114,8 @@ def shares_read(report: Explanation, name: str) -> plots.HeatMap:
         ),
         measure="chunks read or shared, of those that differ from the base",
         unknown="nothing of its own to read",
-        top=1.0,
+        levels=SHARES,
+        axes=("layer", "expert"),
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore_cli import completion
+from mstore_cli import completion, pictures
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how, subject
-from mstore_cli.options import Argument, Option
+from mstore_cli.options import Argument, Option, drawing
 from mstore_cli.output import Column, Screen, named, noted, short, when
 from mstore_cli.session import Session
 from mstore_cli.signers import lines_on_unknown_keys, signatures_of, states_of, trusted_signers
@@ -52,16 +53,26 @@ def log(
         bool, Option("--all", help="Every stored snapshot, also those that no ref reaches.")
     ] = False,
     notes: Annotated[bool, Option("--notes", help="Also what was noted about each.")] = False,
+    svg: Annotated[Path | None, drawing(help="With --graph: also draw it to FILE, as SVG.")] = None,
 ) -> None:
     """List snapshots and what each was made from, newest first."""
     if every and revision is not None:
         raise UsageError("--all goes without REF", hint="mstore log --all")
+    if svg is not None and not graph:
+        raise UsageError("--svg belongs to --graph", hint="mstore log --graph --svg FILE")
     with session.open_to_look() as store:
         snapshots = store.log(revision, limit, every=every)
         # Most stores hold no signature, and it takes longer to find the user's list of signers.
         if any(any(signatures_of(one)) for one in snapshots):
             snapshots = store.log(revision, limit, every=every, signers=trusted_signers(None))
         stored = 0 if snapshots else len(store.snapshot_ids())
+    if svg is not None:
+        from mstore_pages import lineage
+
+        nodes = [
+            lineage.node_of(one, is_chosen=number == 0) for number, one in enumerate(snapshots)
+        ]
+        pictures.write_svg(svg, lineage.draw(nodes))
 
     def human(screen: Screen) -> None:
         if not snapshots and stored:
@@ -81,6 +92,8 @@ def log(
             screen.table(columns, rows)
             for line in lines_on_unknown_keys(one for each in snapshots for one in each.signatures):
                 screen.line(line)
+        if svg is not None:
+            screen.line(f"drawn in {svg}")
 
     session.output.emit(
         {"snapshots": snapshots}, ids=[one.snapshot for one in snapshots], human=human

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore_cli import plots
+from mstore_cli import pictures
 from mstore_cli.command import Mistakes, command
 from mstore_cli.errors import UsageError
 from mstore_cli.merging import (
@@ -102,8 +102,6 @@ def plan(
     if rate is not None:
         trip = parse_seconds(latency, option="--latency")
         link = Link(parse_rate(rate, option="--rate"), trip)
-    if svg is not None:
-        plots.require()
     wanted.require(_LACKS, HELP)
     request = wanted.limits()
     if len(wanted.steps()) > 1:
@@ -152,8 +150,11 @@ def _sweep(
         with session.planning(store) as tick, hinting_at_directories(request):
             report = store.sweep(request, measure=measure, threads=threads, progress=tick)
     if svg is not None:
+        from mstore_pages import curve
+        from mstore_pages.curve import BudgetPoint
+
         points = [
-            plots.SweepPoint(
+            BudgetPoint(
                 point.planned_expert_bytes,
                 point.error_bound,
                 point.error_estimate,
@@ -162,7 +163,7 @@ def _sweep(
             for point in report.points
         ]
         title = f"{report.method} of {counted(len(report.experts), 'expert')} into {report.base}"
-        plots.sweep(points, svg, title=title)
+        pictures.write_svg(svg, curve.draw(points, title))
 
     def human(screen: Screen) -> None:
         draw_sweep(screen, report, link)

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -199,13 +199,16 @@ def blame(
     who = [(source.name, weight) for source, weight in zip(sources, plan.weights, strict=False)]
     layers = layers_of(names)
     nothing = ElementSums(0, Attribution.nothing(len(plan.weights)))
+    called: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        called[run.tasks.first.get(name, name)].append(name)
     tensors = []
     sums: dict[str, ElementSums] = {}
     counts: Counter[str] = Counter()
     total = nothing
     for first, one in measured.items():
         name = tensor or first
-        tied = tuple(n for n in names if run.tasks.first.get(n, n) == first and n != name)
+        tied = tuple(one for one in called[first] if one != name)
         shares = _shares(one, run.who(first, who))
         tensors.append(TensorBlame(name=name, layer=layers[name], tied=tied, **shares))
         sums[layers[name]] = sums.get(layers[name], nothing) + one

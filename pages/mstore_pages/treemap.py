@@ -2,7 +2,8 @@
 
 Uses the squarified layout of Bruls, Huizing and van Wijk, "Squarified Treemaps" (2000): it puts
 rectangles into rows along the shorter side, and closes a row as soon as one more would make its
-worst rectangle narrower.  Pure; `plots` draws.
+worst rectangle narrower.  A label stands in a rectangle only where it has room as a whole; the
+number of a part stands for it elsewhere, and the table beside the picture tells whose it is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import msgspec
+
+from mstore_pages.figures import TEXT, hatching, picture, text, width_of
+from mstore_pages.markup import Markup, join, tag
+
+WIDTH, HEIGHT = 960.0, 480.0
+_HEAD = 22.0
+"""Height of a label."""
+_INSET = 8.0
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -104,3 +113,86 @@ def _rest(taken: float, box: Box) -> Box:
         return Box(box.x + depth, box.y, box.width - depth, box.height)
     depth = min(taken / box.width, box.height)
     return Box(box.x, box.y + depth, box.width, box.height - depth)
+
+
+class Share(msgspec.Struct, frozen=True):
+    """One part of a whole that other wholes may share.
+
+    number: of the part, in the table beside the picture.  told: its numbers, for the tooltip.
+    """
+
+    number: int
+    name: str
+    size: str
+    only: float
+    shared: float
+    told: str
+
+
+def draw(parts: Sequence[Share], title: str) -> Markup:
+    """Return a treemap of what parts have alone and what they share, which is hatched."""
+    root = Node(
+        title,
+        sum(one.only + one.shared for one in parts),
+        tuple(
+            Node(
+                str(place),
+                one.only + one.shared,
+                (Node("only", one.only), Node("shared", one.shared)),
+            )
+            for place, one in enumerate(parts)
+        ),
+    )
+    drawn: list[Markup] = []
+    labels: list[Markup] = []
+    for one in place(root, Box(0, 0, WIDTH, HEIGHT), margin=2.0)[1:]:
+        if len(one.path) == 2:
+            drawn.append(_area(one, parts[int(one.path[1].name)]))
+        else:
+            labels.append(_label(one.box, parts[int(one.node.name)]))
+    keys = [
+        tag("rect", x=0, y=HEIGHT + 14, width=18, height=13, class_="only"),
+        text(26, HEIGHT + 25, "in this one only"),
+        tag("rect", x=170, y=HEIGHT + 14, width=18, height=13, class_="shared"),
+        tag("rect", x=170, y=HEIGHT + 14, width=18, height=13, fill="url(#shares)"),
+        text(196, HEIGHT + 25, "shared: what n of them share is counted as an n-th in each"),
+    ]
+    told = "Areas are bytes. The table has the same numbers."
+    return picture(WIDTH, HEIGHT + 36, title, told, hatching("shares"), *drawn, *labels, *keys)
+
+
+def _area(one: Placed, share: Share) -> Markup:
+    box = one.box
+    place_ = {
+        "x": f"{box.x:.1f}",
+        "y": f"{box.y:.1f}",
+        "width": f"{max(0.5, box.width - 1):.1f}",
+        "height": f"{max(0.5, box.height - 1):.1f}",
+    }
+    is_shared = one.node.name == "shared"
+    title = tag("title", share.told)
+    area = tag("rect", title, **place_, class_=one.node.name)
+    over = tag("rect", title, **place_, fill="url(#shares)") if is_shared else None
+    return join([area, over])
+
+
+def _label(box: Box, share: Share) -> Markup:
+    """Return the longest label that a part has room for, on a plate of its own; it may be none."""
+    room = box.width - 2 * _INSET - 8
+    if box.height < _HEAD + 2 * 3:
+        return Markup()
+    both = f"{share.name}  {share.size}"
+    for label in (both, share.name, str(share.number)):
+        wide = width_of(label)
+        if wide <= room:
+            plate = tag(
+                "rect",
+                x=f"{box.x + 5:.1f}",
+                y=f"{box.y + 5:.1f}",
+                width=f"{wide + 10:.1f}",
+                height=_HEAD - 4,
+                rx=3,
+                class_="paper",
+            )
+            return join([plate, text(box.x + 10, box.y + 5 + TEXT + 1, label, "name")])
+    return Markup()
