@@ -125,8 +125,8 @@ class Query(msgspec.Struct, frozen=True):
     """the second one"""
     ref: str = ""
     """the ref whose moves are wanted"""
-    measure: bool = True
-    """whether a report or comparison may read weights"""
+    quick: bool = False
+    """whether a report or comparison reads no weights"""
 
 
 def parse_query(raw: bytes) -> Query:
@@ -143,7 +143,7 @@ def parse_query(raw: bytes) -> Query:
         a=found.get("a", "").strip(),
         b=found.get("b", "").strip(),
         ref=found.get("ref", ""),
-        measure=found.get("measure") != "no",
+        quick=found.get("quick") == "yes",
     )
 
 

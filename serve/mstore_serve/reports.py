@@ -35,7 +35,7 @@ from mstore_serve.shown import JSON, VARIES, Elsewhere, Later, Showing, Shown, m
 _KEPT_BYTES: Final = 32 << 20
 
 Key = tuple[bytes, bool, bool, tuple[str, ...], tuple[SnapshotId, ...]]
-"""The address, whether it is a page, whether weights may be read, names, and the snapshots."""
+"""The address, whether it is a page, whether it reads no weights, names, and the snapshots."""
 
 
 class Ended(Exception):
@@ -93,7 +93,7 @@ class Reports:
             names = query.a, query.b
             a, b = ids = self._store[query.a].id, self._store[query.b].id
             compute = partial(self._comparison, a, b, raw, query, is_page=is_page)
-        key = raw, is_page, query.measure, names, ids
+        key = raw, is_page, query.quick, names, ids
         known = self._known(key, ids, only_now=True)
         return known or Later(partial(self._computed, key, ids, compute), is_report=True)
 
@@ -122,7 +122,7 @@ class Reports:
         facts = snapshot_facts(
             self._store,
             id,
-            measure=query.measure,
+            measure=not query.quick,
             threads=self._threads,
             progress=self._check,
             name=where.name,
@@ -140,7 +140,7 @@ class Reports:
             self._store,
             a,
             b,
-            measure=query.measure,
+            measure=not query.quick,
             threads=self._threads,
             progress=self._check,
             names=(query.a, query.b),
