@@ -26,6 +26,7 @@ from mstore_pages.site import (
     listing,
     more,
     search,
+    shortened,
     top,
     turning,
 )
@@ -38,7 +39,6 @@ REFS = (
     Column("How", is_named=False),
     Column("Size", "n"),
     Column("Made (UTC)", "when"),
-    Column("Moved (UTC)", "when"),
     Column("Message", "text", is_named=False),
 )
 
@@ -63,8 +63,8 @@ def refs_page(links: Links, rows: Sequence[RefRow], at: Paged, query: str) -> st
     for row in rows:
         ref, shown = row.ref, row.snapshot
         name = (
-            tag("a", ref.name, href=links.ref(ref.name)),
-            more(f"{ref.kind}, {ref.snapshot.short}{', pinned' if ref.pinned else ''}"),
+            tag("a", shortened(ref.name), href=links.ref(ref.name)),
+            more(f"{ref.kind} {ref.snapshot.short}{', pinned' if ref.pinned else ''}", is_id=True),
         )
         facts: Sequence[Child] = ("missing", None, None, None)
         if shown is not None:
@@ -75,8 +75,7 @@ def refs_page(links: Links, rows: Sequence[RefRow], at: Paged, query: str) -> st
                 cut(shown.message),
             )
         told, size, made, message = facts
-        moved = utc(ref.time_ns) if ref.time_ns else None
-        lines.append((_both(name), _both(told), size, made, moved, message))
+        lines.append((_both(name), _both(told), size, made, message))
         texts.append(searched(ref))
     empty = "No ref matches." if query else "This store has no refs yet: mstore add PATH --name REF"
     return page(
@@ -159,8 +158,8 @@ def reflog_page(links: Links, rows: Sequence[MoveRow], at: Paged, name: str) -> 
     """Return the page of moves of refs.  name: of the one ref; empty for all."""
     columns = (
         Column("Ref", "name"),
-        Column("From", "name"),
-        Column("To", "name"),
+        Column("From", "id"),
+        Column("To", "id"),
         Column("What moved it", "text", is_named=False),
         Column("Author"),
         Column("When (UTC)", "when"),
@@ -261,7 +260,7 @@ def directory_page(links: Links, place: Place, path: str, entries: Iterable[Dire
     lines: list[Sequence[Child]] = [] if not path else [(tag("a", "../", href="../"), None)]
     lines += [
         (
-            tag("a", one.name, href=one.link),
+            tag("a", shortened(one.name), href=one.link),
             None if one.size is None else format_size(one.size),
         )
         for one in entries

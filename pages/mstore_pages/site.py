@@ -6,6 +6,7 @@ is that of `mstore_serve.addresses`.  Every part of a name is encoded, so none c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote, urlencode
 
@@ -15,8 +16,9 @@ from mstore_pages import figures
 from mstore_pages.document import scroll
 from mstore_pages.markup import Child, Markup, join, tag
 
-PER_PAGE = 200
+PER_PAGE = 100
 """Rows of a list that are shown at once."""
+_NUMBER = re.compile(r"([0-9]{1,18})")
 
 
 class Links(msgspec.Struct, frozen=True):
@@ -216,9 +218,14 @@ def linked(items: Mapping[str, str]) -> Markup:
     return tag("ul", *inside, class_="links")
 
 
-def more(text: Child) -> Markup:
-    """Return a quieter second line of a cell."""
-    return tag("span", text, class_="more")
+def more(text: Child, *, is_id: bool = False) -> Markup:
+    """Return a quieter second line of a cell.  is_id: which does not wrap."""
+    return tag("span", text, class_="more id" if is_id else "more")
+
+
+def shortened(name: str, most: int = 160) -> str:
+    """Return a name, or its beginning and its end where it is too long to be shown."""
+    return name if len(name) <= most else f"{name[: most - 40]} \u2026 {name[-30:]}"
 
 
 def cut(text: str, most: int = 400) -> Markup | None:
@@ -237,6 +244,12 @@ def count(number: int, noun: str) -> str:
 def shape(dimensions: Sequence[int]) -> str:
     """Return the shape of a tensor."""
     return f" {figures.TIMES} ".join(map(str, dimensions)) or "scalar"
+
+
+def in_order(name: str) -> list[tuple[int, str]]:
+    """Return what names are sorted by so that layer 2 comes before layer 10."""
+    parts = _NUMBER.split(name)
+    return [(int(one), "") if one.isdigit() else (0, one) for one in parts]
 
 
 def words(query: str) -> list[str]:

@@ -34,6 +34,7 @@ from mstore_pages.site import (
     more,
     search,
     shape,
+    shortened,
     top,
     turning,
 )
@@ -79,6 +80,7 @@ def snapshot_page(links: Links, place: Place, shown: ShownSnapshot) -> str:
         _pruned() if one.pruned else None,
         tiles(_tiles(one)),
         linked(dict(_ways(links, place, shown))),
+        _contents(shown),
         _card(shown),
         _made_from(links, one),
         lineage_section(shown.lineage, str(one.snapshot), complete=shown.lineage_complete),
@@ -127,6 +129,18 @@ def _ways(links: Links, place: Place, shown: ShownSnapshot) -> Iterator[tuple[st
     yield "Permanent address", links.snapshot(one.snapshot)
 
 
+def _contents(shown: ShownSnapshot) -> Markup:
+    titles = {
+        "card": "Model card" if shown.card is not None else None,
+        "lineage": "Where it came from",
+        "notes": "Notes and evaluations",
+        "files": None if shown.snapshot.pruned else "Files",
+        "compare": "Compare",
+    }
+    items = (tag("li", tag("a", title, href=f"#{id}")) for id, title in titles.items() if title)
+    return tag("nav", tag("ul", *items), aria_label="Sections")
+
+
 def _card(shown: ShownSnapshot) -> Markup | None:
     if shown.card is None:
         return None
@@ -141,7 +155,7 @@ def _made_from(links: Links, one: SnapshotReport) -> Markup | None:
 def _files(links: Links, place: Place, files: Sequence[FileReport]) -> Markup:
     rows = (
         (
-            tag("a", one.path, href=links.at(f"{place.path}/files/{below(*one.path.split('/'))}")),
+            tag("a", shortened(one.path), href=_file(links, place, one)),
             format_size(one.size),
             one.tensors or None,
         )
@@ -159,6 +173,10 @@ def _files(links: Links, place: Place, files: Sequence[FileReport]) -> Markup:
     )
 
 
+def _file(links: Links, place: Place, one: FileReport) -> str:
+    return links.at(f"{place.path}/files/{below(*one.path.split('/'))}")
+
+
 def tensors_page(
     links: Links, place: Place, tensors: Sequence[TensorReport], at: Paged, query: str
 ) -> str:
@@ -166,7 +184,7 @@ def tensors_page(
     path = f"{place.path}/tensors/"
     rows = (
         (
-            tag("a", one.name, href=links.at(path + below(one.name))),
+            tag("a", shortened(one.name), href=links.at(path + below(one.name))),
             one.dtype,
             shape(one.shape),
             format_size(one.nbytes),
@@ -280,7 +298,7 @@ def _experts(merge: Explanation) -> Markup:
 def _by_tensor(merge: Explanation, tensors: Sequence[TensorExplanation]) -> Markup:
     if merge.plan.layers:
         columns = [Column("Tensor", "name"), Column("From", "name", is_named=False)]
-        origins = [(one.name, one.treatment) for one in tensors]
+        origins = [(shortened(one.name), one.treatment) for one in tensors]
         return listing("Tensors", columns, origins, kind="tensors")
     experts = _of_experts(merge.experts)
     columns = [
@@ -291,7 +309,7 @@ def _by_tensor(merge: Explanation, tensors: Sequence[TensorExplanation]) -> Mark
     ]
     rows = [
         (
-            one.name,
+            shortened(one.name),
             _treated(one, merge),
             f"{one.blocks_reused} of {one.blocks_total}",
             *_cells(one, len(experts)),

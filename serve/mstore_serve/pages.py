@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from mstore import Store
 from mstore.api.reports import RefReport, SnapshotReport
@@ -196,15 +196,13 @@ class Pages:
 
     def _tensors(self, id: SnapshotId, place: Place, links: Links, query: Query) -> str:
         every = self._store.tensors(id)
-        wanted = site.words(query.q)
-        found = [one for one in every if site.matches(one.name.lower(), wanted)]
+        found = _found(every, query)
         part, at = site.paged(found, len(every), query.page)
         return snapshot.tensors_page(links, place, found[part], at, query.q)
 
     def _plan(self, id: SnapshotId, place: Place, links: Links, query: Query) -> str:
         merge = merge_of(self._store, id)
-        wanted = site.words(query.q)
-        found = [one for one in merge.tensors if site.matches(one.name.lower(), wanted)]
+        found = _found(merge.tensors, query)
         part, at = site.paged(found, len(merge.tensors), query.page)
         return snapshot.plan_page(links, place, merge, found[part], at, query.q)
 
@@ -232,6 +230,21 @@ def placed(place: SnapshotName, id: SnapshotId) -> Place:
     if place.is_ref:
         return Place(below("refs", *place.name.split("/"), "-"), place.name)
     return Place(f"snapshots/{id}", id.short)
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+T = TypeVar("T", bound=_Named)
+
+
+def _found(every: Iterable[T], query: Query) -> list[T]:
+    """Return the tensors that a search finds, as people count layers."""
+    wanted = site.words(query.q)
+    found = (one for one in every if site.matches(one.name.lower(), wanted))
+    return sorted(found, key=lambda one: site.in_order(one.name))
 
 
 def _link(name: str) -> str:
