@@ -352,15 +352,11 @@ def comparison_facts(
     signers: Mapping[bytes, str] | None = None,
     threads: int | None = None,
     progress: ProgressCallback | None = None,
-    names: tuple[str, str] | None = None,
 ) -> ComparisonFacts:
     """Gather what the page of two snapshots shows; arguments as for `snapshot_facts`.
 
-    names: what the page calls them; None: the revisions.
-
     Raises NotFound, BadName, Incompatible, Corrupt.
     """
-    name_a, name_b = (str(a), str(b)) if names is None else names
     ask = _Gatherer(store, threads, progress, measure=measure)
     ours, theirs = (store.show(one, signers=signers) for one in (a, b))
     lineage, complete = ask.lineage([ours.snapshot, theirs.snapshot], signers)
@@ -368,10 +364,10 @@ def comparison_facts(
     changes = ask.compare("change", str(a), [str(b)], "part")
     whole = changes and ask.compare("tensors", str(a), [str(b)], "tensor")
     both = ask.compare("similarity", None, [str(a), str(b)], "layer")
-    tables = _Tables(name_b, theirs, [], changes, None, None)
+    tables = _Tables(str(b), theirs, [], changes, None, None)
     return ComparisonFacts(
-        name_a=name_a,
-        name_b=name_b,
+        name_a=str(a),
+        name_b=str(b),
         a=ours,
         b=theirs,
         lineage=lineage,
@@ -671,12 +667,16 @@ def _warnings(
     return tuple(dict.fromkeys(found))
 
 
-def lineage_of(store: Store, revision: Revision) -> tuple[tuple[Ancestor, ...], bool]:
+def lineage_of(
+    store: Store, revision: Revision, signers: Mapping[bytes, str] | None = None
+) -> tuple[tuple[Ancestor, ...], bool]:
     """Return a snapshot and what it was made from, and whether that is the whole lineage.
+
+    signers: as for `Store.log`.
 
     Raises NotFound, BadName.
     """
-    return _Gatherer(store, None, None, measure=False).lineage([revision], None)
+    return _Gatherer(store, None, None, measure=False).lineage([revision], signers)
 
 
 def card_of(store: Store, revision: Revision, most: int) -> str | None:

@@ -5,7 +5,7 @@ Takes what was gathered already, and asks no store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -239,7 +239,7 @@ def plan_page(
         section(
             "tensors",
             "By tensor",
-            "Of the blocks in which an expert differs from the base: how many the merge uses."
+            "Of the chunks in which an expert differs from the base: how many the merge uses."
             if not plan.layers
             else "Which model each tensor comes from.",
             search(links.at(path), "Search tensors", query, filters="tensors", is_wide=True),
@@ -271,28 +271,31 @@ def _read(merge: Explanation) -> str:
 
 
 def _experts(merge: Explanation) -> Markup:
+    experts = _of_experts(merge.experts)
+    counts: dict[str, Callable[[ExpertShare], int]] = {
+        "Shared with another": lambda one: one.chunks_shared,
+        "Trimmed away": lambda one: one.chunks_below_threshold,
+        "Left out for limits": _out,
+        "Equal to base": lambda one: one.chunks_equal_base,
+    }
+    used = {title: of for title, of in counts.items() if any(map(of, experts))}
     rows = (
         (
             f"{n} {one.expert}",
             number(one.weight),
             _used(one),
-            one.chunks_shared or None,
-            one.chunks_below_threshold or None,
-            _out(one) or None,
-            one.chunks_equal_base or None,
+            *(of(one) for of in used.values()),
         )
-        for n, one in enumerate(_of_experts(merge.experts), 1)
+        for n, one in enumerate(experts, 1)
     )
     columns = (
         Column("Expert", "name"),
         Column("Weight", "n"),
         Column("Used", "n"),
-        Column("Shared with another", "n"),
-        Column("Trimmed away", "n"),
-        Column("Left out for limits", "n"),
-        Column("Equal to base", "n"),
+        *(Column(title, "n") for title in used),
     )
-    return section("experts", "By expert", "In blocks.", listing("Experts", columns, rows))
+    lead = "Numbers are chunks. If all types are equal, a chunk is a block."
+    return section("experts", "By expert", lead, listing("Experts", columns, rows))
 
 
 def _by_tensor(merge: Explanation, tensors: Sequence[TensorExplanation]) -> Markup:

@@ -23,6 +23,7 @@ from mstore_serve.documents import ErrorDocument, encoded
 from mstore_serve.face import Find, Pairs, Refusal, refusal
 from mstore_serve.pages import HTML, Pages, page_headers
 from mstore_serve.reports import Reports
+from mstore_serve.serving import Reader
 from mstore_serve.shown import JSON, VARIES, Elsewhere, Later, Showing, Shown
 
 _PAGE = "text/html"
@@ -31,13 +32,13 @@ _PAGE = "text/html"
 class HttpFace:
     """Refs, snapshots, files and tensors at addresses of their own.
 
-    token: what each request must bring; empty: nothing.
+    token: what each request must bring; empty: nothing.  reader: for whom pages are made.
     """
 
-    def __init__(self, store: Store, showing: Showing, token: str) -> None:
+    def __init__(self, store: Store, showing: Showing, token: str, reader: Reader) -> None:
         self._showing = showing
-        self._pages = Pages(store, showing)
-        self._reports = Reports(store, showing)
+        self._pages = Pages(store, showing, reader)
+        self._reports = Reports(store, showing, reader)
         self._token = token
 
     def close(self) -> None:

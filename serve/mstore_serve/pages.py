@@ -26,6 +26,7 @@ from mstore_pages.site import Links, Place, below
 from mstore_serve import addresses
 from mstore_serve.addresses import Address, Query, SnapshotName
 from mstore_serve.face import Refusal
+from mstore_serve.serving import Reader
 from mstore_serve.shown import (
     SHORT,
     VARIES,
@@ -62,8 +63,9 @@ def as_page(html: str) -> Shown:
 class Pages:
     """The pages of a store."""
 
-    def __init__(self, store: Store, showing: Showing) -> None:
+    def __init__(self, store: Store, showing: Showing, reader: Reader) -> None:
         self._store = store
+        self._reader = reader
         self._showing = showing
         self._lock = threading.Lock()
         self._known: OrderedDict[SnapshotId, SnapshotReport] = OrderedDict()
@@ -178,8 +180,9 @@ class Pages:
         return _later(draw, id, placed(place, id), *given)
 
     def _snapshot(self, id: SnapshotId, place: Place, links: Links) -> str:
-        shown = self._store.show(id)
-        lineage, complete = lineage_of(self._store, id)
+        signers = self._reader.signers
+        shown = self._store.show(id, signers=signers)
+        lineage, complete = lineage_of(self._store, id, signers)
         card = None
         # What cannot be read is missing on the page: the other parts of it are not.
         with suppress(MstoreError):

@@ -19,7 +19,7 @@ import msgspec
 from blake3 import blake3
 
 from mstore import Store
-from mstore.terms.errors import BadRequest, Incompatible
+from mstore.terms.errors import BadRequest, Conflict, Incompatible
 from mstore.terms.ids import SnapshotId
 from mstore.terms.report import Progress
 from mstore_pages import report, site
@@ -30,6 +30,7 @@ from mstore_serve.addresses import Query, SnapshotName
 from mstore_serve.documents import encoded
 from mstore_serve.face import refusal
 from mstore_serve.pages import as_page, placed
+from mstore_serve.serving import Reader
 from mstore_serve.shown import JSON, VARIES, Elsewhere, Later, Showing, Shown, made
 
 _KEPT_BYTES: Final = 32 << 20
@@ -53,8 +54,9 @@ class _Kept(msgspec.Struct):
 class Reports:
     """The reports of a store."""
 
-    def __init__(self, store: Store, showing: Showing) -> None:
+    def __init__(self, store: Store, showing: Showing, reader: Reader) -> None:
         self._store = store
+        self._reader = reader
         self._showing = showing
         self._threads = max(1, len(os.sched_getaffinity(0)) // 2)
         self._lock = threading.Lock()
@@ -123,33 +125,37 @@ class Reports:
             self._store,
             id,
             measure=not query.quick,
+            signers=self._reader.signers,
             threads=self._threads,
             progress=self._check,
             name=where.name,
         )
         if not is_page:
-            return made(encoded(facts), JSON, VARIES)
+            return made(encoded(facts, self._reader.typed), JSON, VARIES)
         links = Links(addresses.up(raw))
         top = site.top(links, back={where.name: links.at(where.path)})
-        return as_page(report.snapshot_page(facts, top=top))
+        return as_page(report.snapshot_page(facts, self._reader.typed, top))
 
     def _comparison(
         self, a: SnapshotId, b: SnapshotId, raw: bytes, query: Query, *, is_page: bool
     ) -> Shown:
         facts = comparison_facts(
             self._store,
-            a,
-            b,
+            query.a,
+            query.b,
             measure=not query.quick,
+            signers=self._reader.signers,
             threads=self._threads,
             progress=self._check,
-            names=(query.a, query.b),
         )
+        if (facts.a.snapshot, facts.b.snapshot) != (a, b):
+            raise Conflict("a ref moved meanwhile", where=f"{query.a}, {query.b}")
         if not is_page:
-            return made(encoded(facts), JSON, VARIES)
+            return made(encoded(facts, self._reader.typed), JSON, VARIES)
         links = Links(addresses.up(raw))
         back = {query.a: links.snapshot(a), query.b: links.snapshot(b)}
-        return as_page(report.comparison_page(facts, top=site.top(links, "Compare", back=back)))
+        top = site.top(links, "Compare", back=back)
+        return as_page(report.comparison_page(facts, self._reader.typed, top))
 
     def _check(self, progress: Progress) -> None:
         if self._ended.is_set():
@@ -177,7 +183,7 @@ class Reports:
 
     def _told_of(self, ids: Sequence[SnapshotId]) -> bytes:
         """Return the hash of what may change about a report of these snapshots."""
-        told = [self._store.log(id, LINEAGE_SHOWN + 1) for id in ids]
+        told = [self._store.log(id, LINEAGE_SHOWN + 1, signers=self._reader.signers) for id in ids]
         return blake3(encoded(told)).digest()
 
     def _keep(self, key: Key, new: _Kept) -> None:
