@@ -52,12 +52,6 @@ class Browser:
         assert "errorText" not in answer, answer
         self._wait()
 
-    def follow(self, expression: str) -> None:
-        """Do something in the page that leads to another, and wait for that."""
-        self._loaded = False
-        self.tell(expression)
-        self._wait()
-
     def _wait(self) -> None:
         while not self._loaded:
             self._note(self._message())
@@ -73,6 +67,10 @@ class Browser:
         """Send these with each request from now on."""
         self._call("Network.setExtraHTTPHeaders", headers=dict(headers))
 
+    def stop_scripts(self) -> None:
+        """Run no script of a page from now on."""
+        self._call("Emulation.setScriptExecutionDisabled", value=True)
+
     def tell(self, expression: str) -> Any:
         """Return the value of an expression in the page."""
         got = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
@@ -83,6 +81,14 @@ class Browser:
         """Type into the field that has the focus."""
         for one in text:
             self._call("Input.dispatchKeyEvent", type="char", text=one)
+
+    def press_enter(self) -> None:
+        """Press Enter, which leads to another page, and wait for that."""
+        self._loaded = False
+        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13}
+        self._call("Input.dispatchKeyEvent", type="keyDown", text="\r", **key)
+        self._call("Input.dispatchKeyEvent", type="keyUp", **key)
+        self._wait()
 
     def shot(self) -> bytes:
         """Return a screenshot of the whole page."""
