@@ -53,12 +53,18 @@ def family(
     method: str = "task_arithmetic",
     budget: str | None = "50%",
     title: str = "model",
+    extra: tuple[str, ...] = (),
+    licence: str = "mit",
 ) -> Store:
-    """Return a store with TITLE/base, an expert of each name, and their merge TITLE/merged."""
+    """Return a store with TITLE/base, an expert of each name, and their merge TITLE/merged.
+
+    extra: names of more tensors. licence: what the cards of experts state.
+    """
     rng = np.random.default_rng(7)
     store = Store.init(path / "store", block_size=BLOCK)
     base = {
-        name: rng.standard_normal((size, size)).astype("f4") for name in tensors(layers, experts)
+        name: rng.standard_normal((size, size)).astype("f4")
+        for name in (*tensors(layers, experts), *extra)
     }
     _add(store, path / "base", base, f"{title}/base", "apache-2.0")
     for number, name in enumerate(names):
@@ -72,7 +78,7 @@ def family(
             noise = rng.standard_normal(values.shape).astype("f4")
             own[tensor] = values if alone else values + np.float32(strength) * noise
         directory = path / f"expert-{number}"
-        _add(store, directory, own, f"{title}/{name}", "mit", base=f"{title}/base")
+        _add(store, directory, own, f"{title}/{name}", licence, base=f"{title}/base")
     request = MergeRequest(
         base=f"{title}/base",
         experts={

@@ -1,4 +1,4 @@
-"""`du` on the command line: what it says, as JSON and as names, and the treemap that it draws."""
+"""`du` on the command line: what it says, as JSON and as names, and the page that it writes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cli_runs import Program
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore_cli import plots
-from mstore_cli.commands.du import WORDS
 from mstore_cli.sizes import format_size
-from mstore_cli.treemap import Box, Node, place, squarified
+from mstore_pages import treemap
+from mstore_pages.markup import visible
+from mstore_pages.treemap import Box, Node, place, squarified
 
 
 @pytest.fixture(scope="module")
@@ -90,77 +90,52 @@ def test_stats_list_codecs(mstore: Program) -> None:
     assert all(word in shown for word in ("CODEC", "RATIO", "raw", "constant", "dead in packs"))
 
 
-def test_a_treemap_names_the_refs(mstore: Program, tmp_path: Path) -> None:
-    """Every ref with its size, what the hatching means, and the same bytes each time."""
-    first, second = tmp_path / "1.svg", tmp_path / "2.svg"
-    mstore.succeed("du", "--svg", first)
-    mstore.succeed("du", "--svg", second)
-    assert first.read_bytes() == second.read_bytes()
-    texts = [
-        "".join(one.itertext()) for one in ET.parse(first).iter("{http://www.w3.org/2000/svg}text")
-    ]
-    assert any(text.startswith("m/base  ") and text.endswith("KiB") for text in texts)
-    assert "shared with other refs" in texts
+def test_a_page_keeps_the_numbers(mstore: Program, tmp_path: Path) -> None:
+    """The page names every ref with its size, in the picture and in the table, and the codecs; what
+    is printed stays, and the same store gives the same bytes."""
+    file, again = tmp_path / "du.html", tmp_path / "again.html"
+    shown = mstore.succeed("du", "--html", file).out
+    assert shown == f"{mstore.succeed('du').out}drawn in {file}\n"
+    mstore.succeed("du", "--html", again)
+    assert file.read_bytes() == again.read_bytes()
+    page = file.read_text()
+    document = mstore.succeed("du", "--json").document
+    for ref in document["refs"]:
+        size, unique = (format_size(ref[key]) for key in ("portion_bytes", "unique_bytes"))
+        assert f"<title>{ref['name']}: {size} (" in page
+        assert f"{unique} in this ref only" in page
+        assert re.search(rf"<th [^>]*>\d+ {ref['name']}</th>", page)
+    for one in document["codecs"]:
+        assert f'<th scope="row">{one["codec"]}</th>' in page
 
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_a_treemap_keeps_its_numbers(mstore: Program, tmp_path: Path) -> None:
-    """The drawing has the numbers of the table: name and size in boxes that have room, all of them
-    in the titles of the boxes and, for refs, in the legend; and the table is printed as without it.
+def shares(*sizes: float, name: str = "team/model") -> list[treemap.Share]:
+    return [
+        treemap.Share(n, f"{name}-{n}", f"{size:.0f} B", size, size / 4, f"part {n}")
+        for n, size in enumerate(sizes, 1)
+    ]
+
+
+def test_labels_of_a_treemap_are_whole() -> None:
+    """A label is a name and a size, a name, or the number of the part: never a part of a name.
+
+    It lies inside of its rectangle, however many there are, and names are data.
     """
-    drawing = tmp_path / "du.svg"
-    shown = mstore.succeed("du", "--svg", drawing).out
-    assert shown == f"{mstore.succeed('du').out}drawn in {drawing}\n"
-    document = mstore.succeed("du", "--json").document
-    tree = ET.parse(drawing)
-    titles = ["".join(one.itertext()) for one in tree.iter(f"{SVG}title")]
-    texts = ["".join(one.itertext()) for one in tree.iter(f"{SVG}text")]
-    for ref in document["refs"]:
-        size, unique = (format_size(ref[key]) for key in ("portion_bytes", "unique_bytes"))
-        assert any(title.startswith(f"{ref['name']}: {size} (") for title in titles)
-        [line] = [text for text in texts if text.startswith(f"{ref['name']}: {size}")]
-        assert f"unique {unique}" in line
-        for one in ref["unique"]:
-            if one["stored_bytes"]:
-                told = f"{ref['name']}, unique, {WORDS[one['codec']]}: "
-                told += f"{format_size(one['stored_bytes'])} "
-                assert any(title.startswith(told) for title in titles)
-    # A leaf with room says its size, too.
-    assert any(text.startswith("as they are  ") and text.endswith("KiB") for text in texts)
-    together = sum(ref["portion_bytes"] for ref in document["refs"])
-    assert f"all: {format_size(together)}" in texts
-
-
-def test_a_treemap_of_odd_names_and_many(tmp_path: Path) -> None:
-    """Names are data, also in titles; of very many parts the legend has the largest, and the sum
-    of the others.
-    """
-    names = ["a<b>&\x1b", *(f"part {n}" for n in range(99))]
-    parts = tuple(Node(name, 1000 - n) for n, name in enumerate(names))
-    root = Node("all", sum(part.size for part in parts), parts)
-    path = tmp_path / "many.svg"
-    plots.tree_map(plots.TreeMap("t", root, "bytes", lambda size: f"{size:.0f} B"), path)
-    tree = ET.parse(path)
-    titles = ["".join(one.itertext()) for one in tree.iter(f"{SVG}title")]
-    assert len(titles) == 100
-    assert titles[0].startswith("a<b>&\\x1b: 1000 B (")
-    texts = ["".join(one.itertext()) for one in tree.iter(f"{SVG}text")]
-    [rest] = [text for text in texts if text.startswith("and ")]
-    shown = sum(text.endswith(" B") and ": " in text for text in texts) - 1
-    assert rest.startswith(f"and {100 - shown} more, together ")
-
-
-def test_without_matplotlib_nothing_is_measured(
-    mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The extra that is missing is named before the work, and no file is made."""
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    done = mstore("du", "--svg", tmp_path / "x.svg")
-    assert done.status == 1
-    assert plots.HINT in done.err
-    assert not (tmp_path / "x.svg").exists()
+    parts = shares(*(float(1000 - n) for n in range(80)), name="a<b>&\x1b" + 12 * "long")
+    drawn = ET.fromstring(treemap.draw(parts, "all"))
+    both = {f"{one.name}  {one.size}" for one in parts}
+    told = both | {one.name for one in parts} | {str(one.number) for one in parts}
+    labels = [one for one in drawn.iter(f"{SVG}text") if one.get("class") == "name"]
+    assert len(labels) > 40
+    assert {"".join(one.itertext()) for one in labels} <= {visible(one) for one in told}
+    areas = [one for one in drawn.iter(f"{SVG}rect") if one.get("class") in ("only", "shared")]
+    plates = [one for one in drawn.iter(f"{SVG}rect") if one.get("class") == "paper"]
+    right = max(float(one.get("x", 0)) + float(one.get("width", 0)) for one in areas)
+    for plate in plates:
+        assert float(plate.get("x", 0)) + float(plate.get("width", 0)) <= right
 
 
 SIZES = st.lists(st.floats(1.0, 1e6), min_size=1, max_size=40).map(lambda s: sorted(s)[::-1])
@@ -213,20 +188,3 @@ def test_parts_stand_in_their_whole() -> None:
         inner, outer = boxes[part], boxes[whole]
         assert overlap(inner, outer) == pytest.approx(inner.width * inner.height)
     assert [node.name for node in placed[2].path] == ["all", "a"]
-
-
-def test_labels_and_colours_of_a_treemap(tmp_path: Path) -> None:
-    """A leaf's name is whole or not there, and as many refs as the legend has differ in colour."""
-    leaves = ("compressed", "differences")
-    parts = tuple(
-        Node(f"team/model-{n}", 30, tuple(Node(leaf, 15) for leaf in leaves))
-        for n in range(plots.LEGEND_ROWS)
-    )
-    root = Node("all", 30 * len(parts), parts)
-    path = tmp_path / "many.svg"
-    plots.tree_map(plots.TreeMap("t", root, "bytes", lambda size: f"{size:.0f} B"), path)
-    texts = ["".join(one.itertext()) for one in ET.parse(path).iter(f"{SVG}text")]
-    cut = [text for text in texts if "…" in text]
-    assert not any(text.startswith(("c", "d")) for text in cut)
-    fills = re.findall(r'id="box-\d+">(?:(?!</g>).)*?fill: (#[0-9a-f]{6})', path.read_text(), re.S)
-    assert len(set(fills)) == plots.LEGEND_ROWS

@@ -20,6 +20,7 @@ from cli_runs import Program
 import mstore as mstore_package
 import mstore_cli
 import mstore_fuse
+import mstore_pages
 import mstore_serve
 from mstore import fs
 from mstore.fs.rights import Sharing
@@ -109,7 +110,7 @@ def test_hints_name_the_store(mstore: Program) -> None:
         ("mstore unmount DIR", "mstore unmount DIR"),
         ("this mstore reads format 3", "this mstore reads format 3"),
         ("/a/mstore log", "/a/mstore log"),
-        ("pip install 'mstore[plot]'", "pip install 'mstore[plot]'"),
+        ("pip install 'mstore[serve]'", "pip install 'mstore[serve]'"),
         ("this is a bug in mstore: please", "this is a bug in mstore: please"),
     ],
 )
@@ -142,7 +143,7 @@ def strings(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 SOURCES = sorted(
     source
-    for package in (mstore_package, mstore_cli, mstore_fuse, mstore_serve)
+    for package in (mstore_package, mstore_cli, mstore_fuse, mstore_pages, mstore_serve)
     for source in Path(package.__path__[0]).rglob("*.py")
 )
 COMMAND = re.compile(rf"\bmstore (?:{'|'.join(VERBS)})\b")
@@ -285,25 +286,21 @@ def test_fsck_says_what_it_did_not_read(line: list[str], mstore: Program) -> Non
 
 
 def test_du_says_where_it_drew(mstore: Program, tmp_path: Path) -> None:
-    """`du --svg` says where the drawing is."""
-    pytest.importorskip("matplotlib")
-    assert (
-        f"drawn in {tmp_path / 'du.svg'}" in mstore.succeed("du", "--svg", tmp_path / "du.svg").out
-    )
+    """`du --html` says where the page is."""
+    page = tmp_path / "du.html"
+    assert f"drawn in {page}" in mstore.succeed("du", "--html", page).out
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        ["du", "--svg"],
+        ["du", "--html"],
         ["plan", "--base", "tiny", "--expert", "tiny", "--method", "linear", "--allow-noop", "-o"],
     ],
     ids=lambda line: str(line[0]),
 )
 def test_writing_into_a_missing_directory(line: list[str], mstore: Program, tmp_path: Path) -> None:
     """A file for a directory that is not there: the error names the file, the hint makes it."""
-    if "--svg" in line:
-        pytest.importorskip("matplotlib")
     file = tmp_path / "no such" / "out"
     done = mstore(*line, file)
     assert done.status == 1
@@ -313,7 +310,7 @@ def test_writing_into_a_missing_directory(line: list[str], mstore: Program, tmp_
 
 def test_option_without_a_value(mstore: Program) -> None:
     """An option without its value: the hint is the help of that command."""
-    done = mstore("du", "--svg")
+    done = mstore("du", "--html")
     assert done.status == 2
     assert "hint: mstore du --help" in done.err
 

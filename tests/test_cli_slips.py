@@ -424,11 +424,11 @@ def test_a_merge_that_turned_out_to_be_the_base(mstore: Program) -> None:
     "line",
     [
         *(
-            ["du", "--svg", "x.png"],
-            ["du", "--svg", "x.PDF"],
+            ["log", "--graph", "--svg", "x.png"],
+            ["du", "--html", "x.PDF"],
             ["explain", "base", "--svg", "x.json"],
         ),
-        *(["blame", "base", "--svg", "x.jpg"], ["du", "--svg", "x.yml"]),
+        *(["blame", "base", "--svg", "x.jpg"], ["du", "--html", "x.yml"]),
         ["plan", *MERGE[1:], "--sweep", "--svg", "x.html"],
         ["plan", *MERGE[1:], "-o", "x.yml"],
         ["plan", *MERGE[1:], "-o", "x.svg"],
@@ -444,7 +444,8 @@ def test_a_file_is_what_its_name_says(
     done = shared(*line)
     assert done.status == 2
     assert f"error: {line[-1]} would hold " in done.err
-    assert f"hint: name it x.{'json' if '-o' in line else 'svg'}\n" in done.err
+    form = "json" if "-o" in line else "html" if "--html" in line else "svg"
+    assert f"hint: name it x.{form}\n" in done.err
     assert not list(tmp_path.glob("x.*"))
 
 

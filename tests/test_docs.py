@@ -124,6 +124,7 @@ def test_designs_describe_what_is_there() -> None:
         "mstore",
         "cli",
         "fuse",
+        "pages",
         "serve",
         "tests",
         "bench",
@@ -205,7 +206,7 @@ def test_commands_that_do_not_exist(words: str) -> None:
 def _strings() -> set[str]:
     """Every text in the program, `...` in the place of values."""
     found = set()
-    for root in ("mstore", "cli", "fuse", "serve"):
+    for root in ("mstore", "cli", "fuse", "pages", "serve"):
         for path in (ROOT / root).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):

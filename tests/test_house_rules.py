@@ -37,7 +37,11 @@ WORKER = ROOT / "mstore" / "clusters" / "at_remote.py"
 # Asks Slurm by its commands, and jobs have their number in their environment.
 SLURM = ROOT / "mstore" / "clusters" / "slurm.py"
 LIBRARY = sorted({*(ROOT / "mstore").rglob("*.py")} - {CONVERTER})
-ADAPTERS = sorted(path for top in ("fuse", "serve", "cli") for path in (ROOT / top).rglob("*.py"))
+# Functions of what a store reports: as silent as the library.
+PAGES = sorted((ROOT / "pages").rglob("*.py"))
+ADAPTERS = sorted(
+    path for top in ("fuse", "pages", "serve", "cli") for path in (ROOT / top).rglob("*.py")
+)
 WRITERS = sorted((ROOT / "mstore" / "fs").glob("*.py"))
 
 ENVIRONMENT = {
@@ -199,7 +203,7 @@ def _sources() -> list[Path]:
     if done.returncode == 0:
         paths = [ROOT / os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
     else:
-        folders = ["mstore", "fuse", "serve", "cli", "tests", "docs", "examples", "bench"]
+        folders = ["mstore", "fuse", "pages", "serve", "cli", "tests", "docs", "examples", "bench"]
         folders += ["scripts", ".ci"]
         paths = [p for folder in folders for p in (ROOT / folder).rglob("*")]
         paths += [p for p in ROOT.iterdir() if p.is_file()]
@@ -212,20 +216,20 @@ def _found(paths: Iterable[Path], rule: Callable[[Path, str], Iterable[str]]) ->
 
 
 def test_library_is_silent() -> None:
-    """The library prints nothing, reads no environment variable and never exits."""
+    """Library and pages print nothing, read no environment variable and never exit."""
 
     def rule(path: Path, source: str) -> Iterator[str]:
         return breaches(
             source, TALK - ENVIRONMENT if path in (WORKER, SLURM) else TALK, TALK_METHODS
         )
 
-    assert _found(LIBRARY, rule) == []
+    assert _found([*LIBRARY, *PAGES], rule) == []
 
 
 def test_only_fs_writes_files() -> None:
     """No room but mstore/fs opens a file for writing, or makes, renames, syncs or removes."""
-    others = [path for path in LIBRARY if path not in WRITERS]
-    assert len(others) == len(LIBRARY) - len(WRITERS)
+    others = [path for path in (*LIBRARY, *PAGES) if path not in WRITERS]
+    assert len(others) == len(LIBRARY) + len(PAGES) - len(WRITERS)
     assert _found(others, lambda path, source: breaches(source, WRITES, WRITE_METHODS)) == []
     assert _found(others, lambda path, source: opens_for_writing(source)) == []
 
@@ -246,6 +250,7 @@ def test_every_rule_reads_every_file() -> None:
     assert {path.parts[len(ROOT.parts)] for path in (*LIBRARY, *ADAPTERS)} == {
         "mstore",
         "fuse",
+        "pages",
         "serve",
         "cli",
     }

@@ -20,7 +20,7 @@ from mstore.numeric.passes import KERNELS
 from mstore.terms import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"mstore", "mstore_fuse", "mstore_serve", "mstore_cli"}
+PACKAGES = {"mstore", "mstore_fuse", "mstore_pages", "mstore_serve", "mstore_cli"}
 
 
 def built(out: Path, **environment: str) -> Path:
@@ -51,16 +51,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return names(built(tmp_path_factory.mktemp("wheel"), HATCH_BUILD_NO_HOOKS="true"))
 
 
-def test_top_level_is_the_four_packages(wheel: list[str]) -> None:
-    """The wheel's top level is exactly mstore, its mount, its server and its command line."""
+def test_top_level_is_the_five_packages(wheel: list[str]) -> None:
+    """The wheel's top level is mstore and its mount, pages, server and command line."""
     top = {name.split("/")[0] for name in wheel}
     assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
     assert len(top) == len(PACKAGES) + 1
 
 
 def test_every_source_file_is_in(wheel: list[str]) -> None:
-    """The wheel holds every Python file of the four packages, and no compiled one."""
-    below = ("fuse/mstore_fuse", "serve/mstore_serve", "cli/mstore_cli")
+    """The wheel holds every Python file of the five packages, and no compiled one."""
+    below = ("fuse/mstore_fuse", "pages/mstore_pages", "serve/mstore_serve", "cli/mstore_cli")
     roots = [ROOT / "mstore", *(ROOT / path for path in below)]
     sources = {str(f.relative_to(root.parent)) for root in roots for f in root.rglob("*.py")}
     assert {name for name in wheel if name.endswith(".py")} == sources

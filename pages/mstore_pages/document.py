@@ -117,7 +117,6 @@ def table(
     rows: Iterable[Sequence[Child | Cell]],
     *,
     sortable: bool = False,
-    kind: str = "",
 ) -> Markup:
     """Return a table that scrolls where it is wider than the page.
 
@@ -141,16 +140,17 @@ def table(
                 )
             )
         lines.append(tag("tr", *cells))
-    return scroll(
+    inside = scroll(
         caption,
         tag(
             "table",
-            tag("caption", caption),
             tag("thead", tag("tr", *heads)),
             tag("tbody", *lines),
-            class_=" ".join(filter(None, ["sortable" if sortable else "", kind])) or None,
+            class_="sortable" if sortable else None,
         ),
     )
+    # Not in the table: what is wider than the page scrolls, and its caption would, too.
+    return join([tag("p", caption, class_="caption"), inside])
 
 
 def bar(*parts: float) -> Markup:

@@ -52,15 +52,11 @@ def strip(row: Row, levels: Levels) -> Markup:
             start = at
     paths = [tag("path", class_=name, d="".join(drawn)) for name, drawn in sorted(runs.items())]
     wide = max(len(row), LEAST_COLUMNS)
-    return tag(
-        "svg",
-        tag("rect", width=len(row), height=1, fill="url(#unknown)"),
-        *paths,
-        class_="strip",
-        viewBox=f"0 0 {wide} 1",
-        preserveAspectRatio="none",
-        aria_hidden="true",
-    )
+    cells = tag("svg", *paths, viewBox=f"0 0 {wide} 1", preserveAspectRatio="none")
+    # Below the cells, where nothing is stretched.
+    share = f"{100 * len(row) / wide:.4g}%"
+    unknown = tag("rect", width=share, height="100%", fill="url(#unknown)")
+    return tag("svg", unknown, cells, class_="strip", aria_hidden="true")
 
 
 def axis(layers: Sequence[str]) -> Markup:

@@ -124,7 +124,7 @@ def _parts(facts: SnapshotFacts, typed: Typed) -> Iterator[Part]:
             "experts",
             "Which expert did it",
             "A share is the part of the merge's change that came from an expert. Shares of a layer "
-            "add up to 100 %; an expert that worked against the result has a negative one.",
+            "add up to 100\u00a0%; an expert that worked against the result has a negative one.",
             *_experts(facts, typed),
             gap="shares",
         )
@@ -646,7 +646,7 @@ def _tensors(tensors: Sequence[ChangedTensor]) -> Markup:
         if has_expert:
             row += [Cell(percent(one.share), "n", one.share), one.expert or figures.DASH]
         rows.append(row)
-    return table("A heading sorts by its column.", columns, rows, sortable=True)
+    return table("The largest change first", columns, rows, sortable=True)
 
 
 def _shape(shape: Sequence[int]) -> str:

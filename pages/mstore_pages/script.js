@@ -135,7 +135,7 @@
             const path = document.createElementNS(SVG, "path");
             path.setAttribute("class", name);
             path.setAttribute("d", d);
-            strip.append(path);
+            strip.lastElementChild.append(path);
           }
         });
         const table = document.getElementById("map-table-" + number);

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore_cli import completion, pictures
+from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how, subject
@@ -67,6 +67,7 @@ def log(
             snapshots = store.log(revision, limit, every=every, signers=trusted_signers(None))
         stored = 0 if snapshots else len(store.snapshot_ids())
     if svg is not None:
+        from mstore_cli import pictures
         from mstore_pages import lineage
 
         nodes = [
