@@ -19,7 +19,7 @@ from cli_runs import Program
 from mstore import Store
 from mstore.store.objects.shapes import parts_of
 from mstore.terms.report import plain
-from mstore_pages import curve, facts, figures, heatmap, lineage, matrix, report
+from mstore_pages import curve, figures, heatmap, lineage, matrix, report, summary
 from mstore_pages.curve import BudgetPoint
 from mstore_pages.heatmap import Packing
 from mstore_pages.lineage import Node
@@ -37,9 +37,9 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 @pytest.fixture(scope="module")
-def found(family: Store) -> facts.SnapshotFacts:
-    """The facts of the merge."""
-    return facts.snapshot_facts(family, "model/merged")
+def found(family: Store) -> summary.SnapshotSummary:
+    """The summary of the merge."""
+    return summary.snapshot_summary(family, "model/merged")
 
 
 # -- markup --------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_small_images_are_png() -> None:
     assert drawn == [[light, dark, none], [dark, light, light]]
 
 
-# -- facts ---------------------------------------------------------------------------------------
+# -- summaries -----------------------------------------------------------------------------------
 
 
 def test_parts_of_layers() -> None:
@@ -239,7 +239,7 @@ def test_parts_of_layers() -> None:
     }
 
 
-def test_shares_of_a_layer_add_up(found: facts.SnapshotFacts) -> None:
+def test_shares_of_a_layer_add_up(found: summary.SnapshotSummary) -> None:
     """Shares of experts add up to 1 in each layer and in each cell of the map."""
     known = [one.shares for one in found.layers if None not in one.shares]
     assert known
@@ -254,7 +254,7 @@ def test_shares_of_a_layer_add_up(found: facts.SnapshotFacts) -> None:
     assert all(sum(one) == pytest.approx(1) for one in cells if one[0] is not None)
 
 
-def test_the_map_is_what_compare_says(family: Store, found: facts.SnapshotFacts) -> None:
+def test_the_map_is_what_compare_says(family: Store, found: summary.SnapshotSummary) -> None:
     """Cells are the parts of `compare`, and the most changed tensor is the most changed one."""
     told = family.compare("model/merged", base="model/base", by="part")
     by_name = {one.name: one.models[0].change for one in told.parts}
@@ -268,7 +268,7 @@ def test_the_map_is_what_compare_says(family: Store, found: facts.SnapshotFacts)
     assert (found.tensors[0].name, found.tensors[0].change) == (first.name, first.models[0].change)
 
 
-def test_what_a_budget_left_out(family: Store, found: facts.SnapshotFacts) -> None:
+def test_what_a_budget_left_out(family: Store, found: summary.SnapshotSummary) -> None:
     """Experts' counts are those of `explain`."""
     told = family.explain("model/merged")
     for one, share in zip(found.experts, told.experts, strict=True):
@@ -292,7 +292,7 @@ def test_blocks_by_origin(family: Store) -> None:
 
 def test_quick_reads_no_weights(family: Store) -> None:
     """Without measuring, shares are not known and the page says so; experts' changes are."""
-    quick = facts.snapshot_facts(family, "model/merged", measure=False)
+    quick = summary.snapshot_summary(family, "model/merged", measure=False)
     assert quick.gaps["shares"] == "weights were not read"
     assert all(one.share is None and one.change is not None for one in quick.experts)
     assert "Shares are not known: weights were not read." in report.snapshot_page(quick)
@@ -301,22 +301,26 @@ def test_quick_reads_no_weights(family: Store) -> None:
 # -- pages ---------------------------------------------------------------------------------------
 
 
-def test_the_same_snapshot_gives_the_same_page(family: Store, found: facts.SnapshotFacts) -> None:
+def test_the_same_snapshot_gives_the_same_page(
+    family: Store, found: summary.SnapshotSummary
+) -> None:
     """A page has no date of making and no random id."""
-    again = facts.snapshot_facts(family, "model/merged")
+    again = summary.snapshot_summary(family, "model/merged")
     assert report.snapshot_page(again) == report.snapshot_page(found)
+    two = [summary.comparison_summary(family, "model/math", "model/code") for _ in range(2)]
+    assert two[0] == two[1]
 
 
-def test_sections_stand_in_their_order(family: Store, found: facts.SnapshotFacts) -> None:
+def test_sections_stand_in_their_order(family: Store, found: summary.SnapshotSummary) -> None:
     """A merge has all sections; what was added has those that apply, and no empty ones."""
     ids = re.findall(r'<section id="(\w+)"', report.snapshot_page(found))
     wanted = ["lineage", "change", "experts", "sweep", "tensors", "similarity", "blocks", "notes"]
     assert [one for one in ids if one != "warnings"] == [*wanted, "recipe"]
-    base = report.snapshot_page(facts.snapshot_facts(family, "model/base"))
+    base = report.snapshot_page(summary.snapshot_summary(family, "model/base"))
     assert re.findall(r'<section id="(\w+)"', base) == ["lineage", "blocks", "notes"]
-    expert = report.snapshot_page(facts.snapshot_facts(family, "model/math"))
+    expert = report.snapshot_page(summary.snapshot_summary(family, "model/math"))
     assert re.findall(r'<section id="(\w+)"', expert)[:3] == ["lineage", "change", "tensors"]
-    two = report.comparison_page(facts.comparison_facts(family, "model/math", "model/code"))
+    two = report.comparison_page(summary.comparison_summary(family, "model/math", "model/code"))
     assert re.findall(r'<section id="(\w+)"', two) == [
         *("lineage", "change", "tensors", "similarity", "files"),
     ]
@@ -327,14 +331,27 @@ def test_a_virtual_merge_has_a_page(family: Store, tmp_path: Path) -> None:
     merge = family.show("model/merged")
     assert merge.plan is not None
     family.merge(str(merge.plan), name="model/virtual", virtual=True, allow_noop=True)
-    page = report.snapshot_page(facts.snapshot_facts(family, "model/virtual"))
+    page = report.snapshot_page(summary.snapshot_summary(family, "model/virtual"))
     assert "A virtual merge of 2 experts" in page
     assert "a virtual merge has no weights at rest" in page
     assert "computed on read" in page
     family.remove("model/virtual")
 
 
-def test_the_document_has_the_page_s_numbers(found: facts.SnapshotFacts) -> None:
+def test_an_adapter_has_a_page(family: Store) -> None:
+    """What was extracted is compared by what its factors stand for, and told from its model."""
+    family.extract_lora("model/math", base="model/base", name="model/lora", rank=4)
+    told = summary.snapshot_summary(family, "model/lora")
+    assert {one.model for one in told.maps[0].models} == {"model/lora", "model/math"}
+    assert told.tensors[0].name.startswith("model.layers.")
+    assert told.tensors[0].shape is None
+    page = report.snapshot_page(told)
+    assert "Made by extract, with the base model/base" in page
+    assert told.tensors[0].name in page
+    family.remove("model/lora")
+
+
+def test_the_document_has_the_page_s_numbers(found: summary.SnapshotSummary) -> None:
     """The JSON of a report has maps, experts, budgets, tensors, cosines, blocks and the recipe."""
     document = plain(found)
     assert document["maps"][0]["models"][1]["share"][0][0] == found.maps[0].models[1].share[0][0]  # type: ignore[index]

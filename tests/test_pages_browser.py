@@ -14,7 +14,8 @@ import report_stores
 from browser import asked, dump, shot
 
 from mstore import Store
-from mstore_pages import facts, report
+from mstore_pages import report, summary
+from mstore_pages.figures import DASH
 from mstore_pages.usage import usage_page
 
 pytestmark = browser.needed
@@ -25,7 +26,7 @@ NAMES = ("math", "code", "chat")
 
 def write(root: Path, store: Store) -> Path:
     page = root / "page.html"
-    page.write_text(report.snapshot_page(facts.snapshot_facts(store, "model/merged")))
+    page.write_text(report.snapshot_page(summary.snapshot_summary(store, "model/merged")))
     return page
 
 
@@ -39,7 +40,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     usage = root / "usage.html"
     usage.write_text(usage_page(store.usage(), HOSTILE))
     both = root / "two.html"
-    two = facts.comparison_facts(store, "model/math", "model/code")
+    two = summary.comparison_summary(store, "model/math", "model/code")
     both.write_text(report.comparison_page(two))
     return write(root, store)
 
@@ -133,6 +134,13 @@ def test_the_selector_shows_each_expert(page: Path, tmp_path: Path) -> None:
     assert told["hidden"] is False
     assert told["title"] == "model/math: share of what the merge changed"
     assert told["first"] != told["then"]
+    # The numbers of layer 1, as far as two letters each can say them.
+    with Store.open(page.parent / "store") as store:
+        layers = summary.snapshot_summary(store, "model/merged").maps[0]
+    shares = [row[1] for row in layers.models[1].share or ()]
+    shown = [None if one == DASH else float(one.split()[0]) / 100 for one in told["then"]]
+    assert [one is None for one in shown] == [one is None for one in shares]
+    assert [one or 0.0 for one in shown] == pytest.approx([one or 0.0 for one in shares], abs=2e-3)
     assert told["said"] == f"model.layers 1, self_attn.q_proj.weight: {told['then'][0]}"
     assert told["legends"] == ["legend-share"]
     assert told["paths"] > 0

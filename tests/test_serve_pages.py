@@ -25,7 +25,7 @@ from mstore.terms.errors import Corrupt
 from mstore_pages import report, site
 from mstore_pages.card import MAX_CHARS, card
 from mstore_pages.document import served_policy
-from mstore_pages.facts import comparison_facts, snapshot_facts
+from mstore_pages.summary import comparison_summary, snapshot_summary
 from mstore_serve import documents, pages, reports
 
 PAGE = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
@@ -493,13 +493,13 @@ def test_a_report_is_that_of_the_command(server: Served) -> None:
     for path, page, facts in (
         (
             "/refs/llama/merged/-/report",
-            report.snapshot_page(snapshot_facts(server.store, "llama/merged")),
-            snapshot_facts(server.store, "llama/merged"),
+            report.snapshot_page(snapshot_summary(server.store, "llama/merged")),
+            snapshot_summary(server.store, "llama/merged"),
         ),
         (
             "/compare?a=llama/base&b=llama/merged",
-            report.comparison_page(comparison_facts(server.store, "llama/base", "llama/merged")),
-            comparison_facts(server.store, "llama/base", "llama/merged"),
+            report.comparison_page(comparison_summary(server.store, "llama/base", "llama/merged")),
+            comparison_summary(server.store, "llama/base", "llama/merged"),
         ),
     ):
         inside = page.partition("<main")[2].partition("<script>")[0]
@@ -513,13 +513,13 @@ def test_a_report_is_that_of_the_command(server: Served) -> None:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The reports that are computed from now on."""
     made: list[str] = []
-    real = snapshot_facts
+    real = snapshot_summary
 
     def counted(store: Store, *given: object, **more: object) -> object:
         made.append(str(more["name"]))
         return real(store, *given, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reports, "snapshot_facts", counted)
+    monkeypatch.setattr(reports, "snapshot_summary", counted)
     return made
 
 
@@ -568,14 +568,14 @@ def test_kept_reports_have_a_limit(
 def test_a_report_delays_nothing_else(own: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a report is computed, and others wait for it, every other page is answered."""
     go, began = threading.Event(), threading.Event()
-    real = snapshot_facts
+    real = snapshot_summary
 
     def slow(store: Store, *given: object, **more: object) -> object:
         began.set()
         assert go.wait(120)
         return real(store, *given, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reports, "snapshot_facts", slow)
+    monkeypatch.setattr(reports, "snapshot_summary", slow)
     with ThreadPoolExecutor(4) as pool:
         asked = [
             pool.submit(own.ask, f"/refs/m/{name}/-/report", PAGE)
@@ -603,7 +603,7 @@ def test_the_end_of_the_server_ends_a_report(
             more["progress"](None)  # type: ignore[operator]
             threading.Event().wait(0.01)
 
-    monkeypatch.setattr(reports, "snapshot_facts", endless)
+    monkeypatch.setattr(reports, "snapshot_summary", endless)
     with ThreadPoolExecutor(1) as pool:
         with served(tmp_path / "store", timeout=1.0) as server:
             asked = pool.submit(server.ask, "/refs/m/base/-/report", PAGE)
@@ -761,6 +761,6 @@ def test_a_search_works_without_script(server: Served, browser: Browser) -> None
 
 def test_the_policy_of_a_page_of_a_file_allows_no_form(server: Served) -> None:
     """Only pages that a server shows may send a form."""
-    page = report.snapshot_page(snapshot_facts(server.store, "llama/base", measure=False))
+    page = report.snapshot_page(snapshot_summary(server.store, "llama/base", measure=False))
     assert "form-action &#x27;none&#x27;" in page
     assert "form-action 'self'" in served_policy()

@@ -26,7 +26,7 @@ from mstore.terms.phrases import Call, Option, Phrase
 from mstore_cli.commands.doctor import DoctorReport, StoreState
 from mstore_cli.user_config import KEYS as USER_KEYS
 from mstore_fuse.driver import MountInfo
-from mstore_pages import facts
+from mstore_pages import summary
 from mstore_serve import documents
 from mstore_serve.serving import ServeInfo
 
@@ -86,12 +86,12 @@ OBJECTS: dict[str, type] = {
     "problem": reports.Problem,
     "affected tensor": reports.Affected,
     "check": reports.CheckReport,
-    "ancestor": facts.Ancestor,
-    "layer map": facts.LayerMap,
-    "model map": facts.ModelMap,
-    "shares in a layer": facts.LayerShare,
-    "changed tensor": facts.ChangedTensor,
-    "expert of a merge": facts.ExpertFacts,
+    "ancestor": summary.Ancestor,
+    "layer map": summary.LayerMap,
+    "model map": summary.ModelMap,
+    "shares in a layer": summary.LayerShare,
+    "changed tensor": summary.ChangedTensor,
+    "expert of a merge": summary.ExpertSummary,
     "reused blocks": reports.ReusedBlocks,
     "blocks of a snapshot": reports.ReuseReport,
     "sweep": reports.SweepReport,
@@ -243,8 +243,8 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "explain": keys_of(reports.Explanation),
     "blame": keys_of(reports.BlameReport),
     "recipe": (Key("recipe", "text", "YAML, as mergekit reads it"),),
-    "report": keys_of(facts.SnapshotFacts),
-    "report REF OTHER": keys_of(facts.ComparisonFacts),
+    "report": keys_of(summary.SnapshotSummary),
+    "report REF OTHER": keys_of(summary.ComparisonSummary),
     "replay": keys_of(reports.ReplayReport),
     "checkout": keys_of(reports.CheckoutReport),
     "mount": keys_of(MountInfo),

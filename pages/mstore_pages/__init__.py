@@ -1,12 +1,12 @@
 """Pages: what a store reports, as HTML and SVG.
 
-    facts      what a page shows, gathered from a store
+    summary    what a page shows, gathered from a store
     markup     text that is markup, and the one place that escapes all other text
     figures    sizes of labels, scales of colours and axes, SVG files
     heatmap, lineage, curve, treemap, matrix   pictures
     document   the skeleton of a page: style, script, content security policy
     report     sections of a snapshot's page and of a comparison's
 
-Pure functions but for `facts`, which reads a store.  The same facts give the same bytes: pages have
-no date of making and no random ids.  Nothing is printed, and nothing is loaded from elsewhere.
+Pure functions but for `summary`, which reads a store.  The same summary gives the same bytes: pages
+have no date of making and no random ids.  Nothing is printed, and nothing is loaded from elsewhere.
 """

@@ -163,13 +163,13 @@ def bar(*parts: float) -> Markup:
     return tag("svg", *drawn, class_="bar", aria_hidden="true")
 
 
-def tiles(facts: Iterable[tuple[str, Child, Child]]) -> Markup:
+def tiles(told: Iterable[tuple[str, Child, Child]]) -> Markup:
     """Return figures that stand out: name, value, and what is said below it."""
     return tag(
         "dl",
         *(
             tag("div", tag("dt", name), tag("dd", value, tag("small", below) if below else None))
-            for name, value, below in facts
+            for name, value, below in told
         ),
         class_="tiles",
     )

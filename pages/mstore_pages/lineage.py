@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 ROLES = ("base", "expert", "previous", "companion")
 NAMES_SHOWN = 3
 MANY = 10
-"""Of more snapshots, the facts of each stand on one line."""
+"""Of more snapshots, the details of each stand on one line."""
 _GAP, _ACROSS, _LINE, _PADDING, _INSIDE = 12.0, 72.0, 17.0, 16.0, 10.0
 _LANE = 6.0
 _SWEEPS = 8
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A snapshot: its names, facts below them, and its parents by role."""
+    """A snapshot: its names, details below them, and its parents by role."""
 
     key: str
     names: tuple[str, ...]
-    facts: tuple[str, ...]
+    details: tuple[str, ...]
     parents: tuple[tuple[str, str], ...]
     """pairs of role and key"""
     is_chosen: bool = False
@@ -43,13 +43,13 @@ class Node(msgspec.Struct, frozen=True):
     def width(self) -> float:
         """Return the width of its box, in which every line has room."""
         names = max(width_of(one) * 1.04 for one in self.names)
-        facts = max((width_of(one, mono=False) for one in self.facts), default=0.0)
-        return max(names, facts) + 2 * _INSIDE
+        details = max((width_of(one, mono=False) for one in self.details), default=0.0)
+        return max(names, details) + 2 * _INSIDE
 
     @property
     def height(self) -> float:
         """Return the height of its box."""
-        return _LINE * (len(self.names) + len(self.facts)) + 12
+        return _LINE * (len(self.names) + len(self.details)) + 12
 
 
 def node_of(snapshot: SnapshotReport, licence: str | None = None, *, is_chosen: bool) -> Node:
@@ -57,17 +57,17 @@ def node_of(snapshot: SnapshotReport, licence: str | None = None, *, is_chosen: 
     names = list(snapshot.refs[:NAMES_SHOWN])
     if len(snapshot.refs) > NAMES_SHOWN:
         names.append(f"and {len(snapshot.refs) - NAMES_SHOWN} more names")
-    facts = [how(snapshot) if not names else f"{how(snapshot)}, {snapshot.snapshot.short}"]
+    details = [how(snapshot) if not names else f"{how(snapshot)}, {snapshot.snapshot.short}"]
     if licence:
-        facts.append(f"licence {licence}")
+        details.append(f"licence {licence}")
     if snapshot.author:
-        facts.append(f"by {snapshot.author}")
+        details.append(f"by {snapshot.author}")
     if snapshot.signatures:
-        facts.append(f"signed: {signed(snapshot.signatures)}")
+        details.append(f"signed: {signed(snapshot.signatures)}")
     return Node(
         key=str(snapshot.snapshot),
         names=tuple(names) or (snapshot.snapshot.short,),
-        facts=tuple(facts),
+        details=tuple(details),
         parents=tuple((one.role, str(one.snapshot)) for one in snapshot.parents),
         is_chosen=is_chosen,
     )
@@ -107,7 +107,7 @@ def draw(nodes: Sequence[Node], title: str = "Lineage") -> Markup:
     """Return the picture of these snapshots; parents that are not among them are left out."""
     if len(nodes) > MANY:
         # Each on two lines: who sees many looks for names.
-        nodes = [replace(node, facts=(", ".join(node.facts),)) for node in nodes]
+        nodes = [replace(node, details=(", ".join(node.details),)) for node in nodes]
     by_key = {node.key: node for node in nodes}
     columns, ways = _placed(by_key)
     slots = {slot.key: slot for column in columns for slot in column}
@@ -223,7 +223,7 @@ def _box(node: Node, slot: _Slot) -> Markup:
     x, y = slot.x + _INSIDE, slot.y + 18
     lines = [
         *((name, "name strong") for name in node.names),
-        *((fact, "quiet") for fact in node.facts),
+        *((fact, "quiet") for fact in node.details),
     ]
     box = tag(
         "rect",

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
         SnapshotReport,
         SweepReport,
     )
-    from mstore_pages.facts import (
+    from mstore_pages.summary import (
         Ancestor,
         ChangedTensor,
-        ComparisonFacts,
+        ComparisonSummary,
         LayerMap,
-        SnapshotFacts,
+        SnapshotSummary,
     )
 
 Typed = Callable[[Text], str]
@@ -51,19 +51,19 @@ EVALUATION, VERDICT = "evaluation", "verdict"
 _FILES_SHOWN = 60
 
 
-def snapshot_page(facts: SnapshotFacts, typed: Typed = str, top: Markup | None = None) -> str:
+def snapshot_page(summary: SnapshotSummary, typed: Typed = str, top: Markup | None = None) -> str:
     """Return the page of a snapshot.
 
     typed: formats a text of the library for its reader.  top: of a page that a server shows.
     """
-    parts = list(_parts(facts, typed))
-    shown = facts.snapshot
+    parts = list(_parts(summary, typed))
+    shown = summary.snapshot
     return page(
-        f"{facts.name} - mstore report",
+        f"{summary.name} - mstore report",
         tag("p", "mstore report", class_="kicker"),
-        tag("h1", facts.name),
-        tag("p", *_verdict(facts), class_="verdict"),
-        tiles(_tiles(facts)),
+        tag("h1", summary.name),
+        tag("p", *_verdict(summary), class_="verdict"),
+        tiles(_tiles(summary)),
         _contents(parts),
         heatmap.hatch(),
         *(part for _, _, part in parts),
@@ -72,19 +72,21 @@ def snapshot_page(facts: SnapshotFacts, typed: Typed = str, top: Markup | None =
     )
 
 
-def comparison_page(facts: ComparisonFacts, typed: Typed = str, top: Markup | None = None) -> str:
+def comparison_page(
+    summary: ComparisonSummary, typed: Typed = str, top: Markup | None = None
+) -> str:
     """Return the page of two snapshots; arguments as for `snapshot_page`."""
-    parts = list(_comparison_parts(facts, typed))
+    parts = list(_comparison_parts(summary, typed))
     return page(
-        f"{facts.name_a} and {facts.name_b} - mstore report",
+        f"{summary.name_a} and {summary.name_b} - mstore report",
         tag("p", "mstore report", class_="kicker"),
-        tag("h1", f"{facts.name_a} and {facts.name_b}"),
-        tag("p", *_difference(facts), class_="verdict"),
-        tiles(_difference_tiles(facts)),
+        tag("h1", f"{summary.name_a} and {summary.name_b}"),
+        tag("p", *_difference(summary), class_="verdict"),
+        tiles(_difference_tiles(summary)),
         _contents(parts),
         heatmap.hatch(),
         *(part for _, _, part in parts),
-        foot=f"Snapshots {facts.a.snapshot} and {facts.b.snapshot}.",
+        foot=f"Snapshots {summary.a.snapshot} and {summary.b.snapshot}.",
         top=top,
     )
 
@@ -98,34 +100,36 @@ def _contents(parts: Sequence[Part]) -> Markup:
     return tag("nav", tag("ul", *links), aria_label="Sections")
 
 
-def _parts(facts: SnapshotFacts, typed: Typed) -> Iterator[Part]:
+def _parts(summary: SnapshotSummary, typed: Typed) -> Iterator[Part]:
     def part(id: str, title: str, lead: Child, *children: Child, gap: str = "") -> Part:
-        why = facts.gaps.get(gap or id)
+        why = summary.gaps.get(gap or id)
         told = None if why is None or children else typed(why)
         return id, title, section(id, title, lead, *children, gap=told)
 
-    plan = facts.plan
+    plan = summary.plan
     yield part(
         "lineage",
         "Where it came from",
         "Time runs from left to right: each snapshot was made from those to its left.",
-        *_lineage(facts.lineage, str(facts.snapshot.snapshot), complete=facts.lineage_complete),
+        *_lineage(
+            summary.lineage, str(summary.snapshot.snapshot), complete=summary.lineage_complete
+        ),
     )
-    if facts.base is not None and not (plan and plan.layers):
+    if summary.base is not None and not (plan and plan.layers):
         yield part(
             "change",
             "What changed where",
-            f"Change is the norm of the difference from {facts.base}, "
+            f"Change is the norm of the difference from {summary.base}, "
             "relative to the norm of the same weights there.",
-            *_maps(facts.maps),
+            *_maps(summary.maps),
         )
-    if facts.experts:
+    if summary.experts:
         yield part(
             "experts",
             "Which expert did it",
             "A share is the part of the merge's change that came from an expert. Shares of a layer "
             "add up to 100\u00a0%; an expert that worked against the result has a negative one.",
-            *_experts(facts, typed),
+            *_experts(summary, typed),
             gap="shares",
         )
     if plan is not None and not plan.layers:
@@ -134,60 +138,60 @@ def _parts(facts: SnapshotFacts, typed: Typed) -> Iterator[Part]:
             "Budget and error",
             "The error of the same merge at other budgets: how far it is from the merge that reads "
             "everything. Numbers come from statistics; no weights were read for them.",
-            *(_sweep(facts.sweep, plan) if facts.sweep else ()),
+            *(_sweep(summary.sweep, plan) if summary.sweep else ()),
         )
-    if facts.base is not None and not (plan and plan.layers):
+    if summary.base is not None and not (plan and plan.layers):
         yield part(
             "tensors",
             "Tensors that changed most",
-            f"The {len(facts.tensors)} tensors with the largest change, relative to the base."
-            if facts.tensors
+            f"The {len(summary.tensors)} tensors with the largest change, relative to the base."
+            if summary.tensors
             else "No tensor changed."
-            if "tensors" not in facts.gaps and "change" not in facts.gaps
+            if "tensors" not in summary.gaps and "change" not in summary.gaps
             else None,
-            *([_tensors(facts.tensors)] if facts.tensors else []),
-            gap="tensors" if "tensors" in facts.gaps else "change",
+            *([_tensors(summary.tensors)] if summary.tensors else []),
+            gap="tensors" if "tensors" in summary.gaps else "change",
         )
-    if facts.similarity is not None:
+    if summary.similarity is not None:
         yield part(
             "similarity",
             "How alike the changes are",
             "The cosine of two changes: 1 in the same direction, 0 nothing in common, "
             f"{figures.MINUS}1 opposite.",
-            *_similarity(facts.similarity),
+            *_similarity(summary.similarity),
         )
     yield part(
         "blocks",
         "Blocks",
         "What the store keeps for this snapshot. A block that is in several models is stored once.",
-        *(_blocks(facts.blocks, facts.snapshot) if facts.blocks else ()),
+        *(_blocks(summary.blocks, summary.snapshot) if summary.blocks else ()),
     )
     yield part(
         "notes",
         "Notes and evaluations",
-        None if facts.snapshot.notes else "Nothing was noted about this snapshot.",
-        *_notes(facts.snapshot),
+        None if summary.snapshot.notes else "Nothing was noted about this snapshot.",
+        *_notes(summary.snapshot),
     )
     if plan is not None:
         yield part(
             "recipe",
             "Recipe",
             "The same merge, as mergekit and mstore read it.",
-            *(_recipe(facts.recipe) if facts.recipe else ()),
+            *(_recipe(summary.recipe) if summary.recipe else ()),
         )
-    if facts.warnings:
-        items = (tag("li", typed(one)) for one in facts.warnings)
+    if summary.warnings:
+        items = (tag("li", typed(one)) for one in summary.warnings)
         yield part("warnings", "Warnings", None, tag("ul", *items, class_="warnings"))
 
 
 # -- the verdict ---------------------------------------------------------------------------------
 
 
-def _verdict(facts: SnapshotFacts) -> Iterator[Child]:
+def _verdict(summary: SnapshotSummary) -> Iterator[Child]:
     """Yield what was made, at which cost, and how good it is, in sentences."""
-    shown, plan = facts.snapshot, facts.plan
+    shown, plan = summary.snapshot, summary.plan
     if plan is None:
-        yield _told_made(facts)
+        yield _told_made(summary)
     elif plan.layers:
         yield f"A stack of layers of {_count(len(plan.experts) + 1, 'model')}, as they are."
     else:
@@ -210,22 +214,22 @@ def _verdict(facts: SnapshotFacts) -> Iterator[Child]:
         yield f" {_count(len(evaluations), 'evaluation')} noted."
     elif not verdicts:
         yield " No evaluation is noted."
-    if facts.warnings:
+    if summary.warnings:
         yield " "
-        yield tag("a", _count(len(facts.warnings), "warning"), href="#warnings", class_="flag")
+        yield tag("a", _count(len(summary.warnings), "warning"), href="#warnings", class_="flag")
         yield "."
 
 
-def _told_made(facts: SnapshotFacts) -> str:
-    shown = facts.snapshot
+def _told_made(summary: SnapshotSummary) -> str:
+    shown = summary.snapshot
     size = f"{format_size(shown.plain_bytes)} in {_count(shown.tensors, 'tensor')}"
     made = {"add": "A checkpoint that was added"}.get(shown.made, f"Made by {shown.made}")
-    if facts.base is None:
+    if summary.base is None:
         return f"{made}: {size}. Its lineage names no base."
     change = ""
-    if facts.change is not None:
-        change = f" It differs from its base by {percent(facts.change)} of the base's norm."
-    return f"{made}, with the base {facts.base}: {size}.{change}"
+    if summary.change is not None:
+        change = f" It differs from its base by {percent(summary.change)} of the base's norm."
+    return f"{made}, with the base {summary.base}: {size}.{change}"
 
 
 def _error(plan: PlanReport) -> str:
@@ -244,8 +248,8 @@ def _error(plan: PlanReport) -> str:
     return "How far it is from the full merge is not known."
 
 
-def _tiles(facts: SnapshotFacts) -> Iterator[tuple[str, Child, Child]]:
-    plan, shown = facts.plan, facts.snapshot
+def _tiles(summary: SnapshotSummary) -> Iterator[tuple[str, Child, Child]]:
+    plan, shown = summary.plan, summary.snapshot
     if plan is not None:
         yield "Method", _breaking(plan.method), _parameters(plan)
         if not plan.layers:
@@ -258,19 +262,20 @@ def _tiles(facts: SnapshotFacts) -> Iterator[tuple[str, Child, Child]]:
                 if plan.error_bound is not None
                 else ("estimate", plan.error_estimate)
             )
-            told = "not known" if error is None else f"≤ {percent(error)}"
-            if kind == "estimate" and error is not None:
-                told = f"~ {percent(error)}"
+            about = "≤" if kind == "certified bound" else "~"
+            told = "not known" if error is None else f"{about} {percent(error)}"
+            if error == 0:
+                told = "none"
             yield "Error", told, None if error is None else f"{kind}, of the base's norm"
     else:
         yield "Size", format_size(shown.plain_bytes), _count(shown.files, "file")
-    if facts.change is not None:
-        yield "Change", percent(facts.change), "of the base's norm"
-    if facts.experts and any(one.share is not None for one in facts.experts):
-        first = max(facts.experts, key=lambda one: one.share or 0.0)
+    if summary.change is not None:
+        yield "Change", percent(summary.change), "of the base's norm"
+    if summary.experts and any(one.share is not None for one in summary.experts):
+        first = max(summary.experts, key=lambda one: one.share or 0.0)
         yield "Largest share", percent(first.share), first.expert
-    if facts.blocks is not None and facts.blocks.blocks:
-        blocks = facts.blocks
+    if summary.blocks is not None and summary.blocks.blocks:
+        blocks = summary.blocks
         yield (
             "New on the disk",
             format_size(blocks.new_bytes),
@@ -380,6 +385,7 @@ def _maps(maps: Sequence[LayerMap]) -> Iterator[Markup]:
     for n, one in enumerate(maps):
         yield details(f"{one.kind}: the numbers as a table", _map_table(n, one, levels["change"]))
     if len(models) > 1:
+        # Of a virtual merge all are experts, else the first is the result.
         yield from _gallery(max(maps, key=_cells), levels)
     yield _map_data(maps, models, levels, changes)
 
@@ -446,7 +452,7 @@ def _map_table(number: int, one: LayerMap, levels: Levels) -> Markup:
 
 def _gallery(one: LayerMap, levels: dict[str, Levels]) -> Iterator[Markup]:
     """Yield a small image for each expert, so that all are seen at once, and without a script."""
-    experts = one.models[1:]
+    experts = [model for model in one.models if model.left_out is not None] or one.models[1:]
     has_shares = all(model.share is not None for model in experts)
     measure = "share" if has_shares else "change"
     yield tag("h3", f"Each expert: {MEASURES[measure]}")
@@ -506,7 +512,7 @@ def _map_data(
 # -- experts, budget, tensors --------------------------------------------------------------------
 
 
-def _experts(facts: SnapshotFacts, typed: Typed) -> Iterator[Markup]:
+def _experts(summary: SnapshotSummary, typed: Typed) -> Iterator[Markup]:
     columns = [
         ("Expert", "name"),
         ("Weight", "n"),
@@ -518,7 +524,7 @@ def _experts(facts: SnapshotFacts, typed: Typed) -> Iterator[Markup]:
         ("Equal to base", "n"),
     ]
     rows: list[Sequence[Child | Cell]] = []
-    for n, one in enumerate(facts.experts, 1):
+    for n, one in enumerate(summary.experts, 1):
         every = one.chunks or 1
         used, out = one.chunks_used / every, one.chunks_left_out / every
         equal = one.chunks_equal_base / ((one.chunks + one.chunks_equal_base) or 1)
@@ -540,21 +546,21 @@ def _experts(facts: SnapshotFacts, typed: Typed) -> Iterator[Markup]:
         rows,
         sortable=True,
     )
-    why = facts.gaps.get("shares")
+    why = summary.gaps.get("shares")
     if why is not None:
         yield tag("p", f"Shares are not known: {typed(why)}.", class_="gap")
-    if any(share is not None for one in facts.layers for share in one.shares):
+    if any(share is not None for one in summary.layers for share in one.shares):
         yield tag("h3", "Share of each expert, by layer")
-        yield _layer_table(facts)
+        yield _layer_table(summary)
 
 
-def _layer_table(facts: SnapshotFacts) -> Markup:
-    names = [one.expert for one in facts.experts]
+def _layer_table(summary: SnapshotSummary) -> Markup:
+    names = [one.expert for one in summary.experts]
     heads = [tag("th", "layer", scope="col")]
     heads += [tag("th", one, scope="col") for one in ("largest", "left out")]
     heads += [tag("th", tag("abbr", n, title=name), scope="col") for n, name in enumerate(names, 1)]
     lines = []
-    for layer in facts.layers:
+    for layer in summary.layers:
         known = [(one, -n) for n, one in enumerate(layer.shares) if one is not None]
         best = -max(known)[1] if known else None
         told = figures.DASH if best is None else f"{best + 1} {names[best]}"
@@ -636,8 +642,8 @@ def _tensors(tensors: Sequence[ChangedTensor]) -> Markup:
         row: list[Child | Cell] = [
             Cell(one.name, "name"),
             Cell(percent(one.change), "n", one.change),
-            one.dtype,
-            Cell(_shape(one.shape), "n", math.prod(one.shape)),
+            one.dtype or figures.DASH,
+            Cell(_shape(one.shape), "n", None if one.shape is None else math.prod(one.shape)),
         ]
         if one.blocks is not None:
             row.append(Cell(f"{one.blocks_changed} of {one.blocks}", "n", one.blocks_changed))
@@ -649,7 +655,9 @@ def _tensors(tensors: Sequence[ChangedTensor]) -> Markup:
     return table("The largest change first", columns, rows, sortable=True)
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _shape(shape: Sequence[int] | None) -> str:
+    if shape is None:
+        return figures.DASH
     return f" {figures.TIMES} ".join(map(str, shape)) or "scalar"
 
 
@@ -779,82 +787,85 @@ def _count(count: int, noun: str) -> str:
 # -- comparisons ---------------------------------------------------------------------------------
 
 
-def _difference(facts: ComparisonFacts) -> Iterator[Child]:
-    diff = facts.diff
+def _difference(summary: ComparisonSummary) -> Iterator[Child]:
+    diff = summary.diff
     if not diff.files and not diff.tensors:
         yield "They have the same content."
         return
     yield f"{_count(len(diff.tensors), 'tensor')} and {_count(len(diff.files), 'file')} differ."
-    if facts.change is not None:
+    if summary.change is not None:
         yield (
-            f" In the tensors of both, {facts.name_b} differs from {facts.name_a} by "
-            f"{percent(facts.change)} of its norm."
+            f" In the tensors of both, {summary.name_b} differs from {summary.name_a} by "
+            f"{percent(summary.change)} of its norm."
         )
-    if facts.similarity is not None and facts.similarity.whole.pairs:
-        pair = facts.similarity.whole.pairs[0]
+    if summary.similarity is not None and summary.similarity.whole.pairs:
+        pair = summary.similarity.whole.pairs[0]
         yield f" Both have one base; the cosine of their changes is {number(pair.cosine)}."
 
 
-def _difference_tiles(facts: ComparisonFacts) -> Iterator[tuple[str, Child, Child]]:
-    diff = facts.diff
-    yield "Change", percent(facts.change), f"of the norm of {facts.name_a}"
+def _difference_tiles(summary: ComparisonSummary) -> Iterator[tuple[str, Child, Child]]:
+    diff = summary.diff
+    yield "Change", percent(summary.change), f"of the norm of {summary.name_a}"
     yield "Tensors that differ", len(diff.tensors), f"{diff.tensors_equal} are equal"
     yield "Files that differ", len(diff.files), f"{diff.files_equal} are equal"
     share = diff.blocks_changed / diff.blocks_total if diff.blocks_total else None
     yield "Blocks that differ", percent(share), f"{diff.blocks_changed} of {diff.blocks_total}"
 
 
-def _comparison_parts(facts: ComparisonFacts, typed: Typed) -> Iterator[Part]:
+def _comparison_parts(summary: ComparisonSummary, typed: Typed) -> Iterator[Part]:
     def part(id: str, title: str, lead: Child, *children: Child) -> Part:
-        why = facts.gaps.get(id)
+        why = summary.gaps.get(id)
         told = None if why is None or children else typed(why)
         return id, title, section(id, title, lead, *children, gap=told)
 
-    chosen = str(facts.a.snapshot), str(facts.b.snapshot)
+    chosen = str(summary.a.snapshot), str(summary.b.snapshot)
     yield part(
         "lineage",
         "Where they came from",
         "Time runs from left to right: each snapshot was made from those to its left.",
-        *_lineage(facts.lineage, *chosen, complete=facts.lineage_complete),
+        *_lineage(summary.lineage, *chosen, complete=summary.lineage_complete),
     )
     yield part(
         "change",
         "What differs where",
-        f"Change is the norm of the difference from {facts.name_a}, "
+        f"Change is the norm of the difference from {summary.name_a}, "
         "relative to the norm of the same weights there.",
-        *_maps(facts.maps),
+        *_maps(summary.maps),
     )
-    if facts.tensors:
+    if summary.tensors:
         yield part(
             "tensors",
             "Tensors that differ most",
-            f"The {len(facts.tensors)} tensors with the largest change.",
-            _tensors(facts.tensors),
+            f"The {len(summary.tensors)} tensors with the largest change.",
+            _tensors(summary.tensors),
         )
-    if facts.similarity is not None:
+    if summary.similarity is not None:
         yield part(
             "similarity",
             "How alike their changes are",
-            f"How far each moved from {facts.similarity.base}, and in which direction.",
-            *_similarity(facts.similarity.whole),
+            f"How far each moved from {summary.similarity.base}, and in which direction.",
+            *_similarity(summary.similarity.whole),
         )
-    if facts.diff.files:
-        yield part("files", "Files that differ", None, _files(facts))
+    if summary.diff.files:
+        yield part("files", "Files that differ", None, _files(summary))
 
 
-def _files(facts: ComparisonFacts) -> Markup:
-    found = facts.diff.files
+def _size(size: int | None) -> str:
+    return figures.DASH if size is None else format_size(size)
+
+
+def _files(summary: ComparisonSummary) -> Markup:
+    found = summary.diff.files
     rows = [
-        (one.path, one.status, format_size(one.size_a or 0), format_size(one.size_b or 0))
-        for one in found[:_FILES_SHOWN]
+        (one.path, one.status, _size(one.size_a), _size(one.size_b)) for one in found[:_FILES_SHOWN]
     ]
     more = len(found) - _FILES_SHOWN
     caption = "Files" if more <= 0 else f"The first {_FILES_SHOWN} files; {more} more differ"
     columns = [
         ("File", "name"),
         ("Status", ""),
-        (f"Size in {facts.name_a}", "n"),
-        (f"Size in {facts.name_b}", "n"),
+        (f"Size in {summary.name_a}", "n"),
+        (f"Size in {summary.name_b}", "n"),
     ]
     return table(caption, columns, rows)
 

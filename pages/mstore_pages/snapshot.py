@@ -17,7 +17,6 @@ from mstore_pages import figures
 from mstore_pages.browse import compare_form, parents
 from mstore_pages.card import card
 from mstore_pages.document import page, section, tiles
-from mstore_pages.facts import Ancestor
 from mstore_pages.figures import number, percent
 from mstore_pages.lineage import how, signed
 from mstore_pages.markup import Child, Markup, tag
@@ -38,6 +37,7 @@ from mstore_pages.site import (
     top,
     turning,
 )
+from mstore_pages.summary import Ancestor
 
 if TYPE_CHECKING:
     from mstore.api.reports import (

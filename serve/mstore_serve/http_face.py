@@ -21,9 +21,9 @@ from mstore_serve import addresses
 from mstore_serve.addresses import Address, Query
 from mstore_serve.documents import ErrorDocument, encoded
 from mstore_serve.face import Find, Pairs, Refusal, refusal
-from mstore_serve.pages import HTML, Pages, page_headers
+from mstore_serve.pages import HTML, StorePages, page_headers
 from mstore_serve.reports import Reports
-from mstore_serve.serving import Reader
+from mstore_serve.serving import PageReader
 from mstore_serve.shown import JSON, VARIES, Elsewhere, Later, Showing, Shown
 
 _PAGE = "text/html"
@@ -35,9 +35,9 @@ class HttpFace:
     token: what each request must bring; empty: nothing.  reader: for whom pages are made.
     """
 
-    def __init__(self, store: Store, showing: Showing, token: str, reader: Reader) -> None:
+    def __init__(self, store: Store, showing: Showing, token: str, reader: PageReader) -> None:
         self._showing = showing
-        self._pages = Pages(store, showing, reader)
+        self._pages = StorePages(store, showing, reader)
         self._reports = Reports(store, showing, reader)
         self._token = token
 

@@ -21,12 +21,12 @@ from mstore_pages import browse, site, snapshot
 from mstore_pages.browse import DirectoryEntry, MoveRow, RefRow
 from mstore_pages.card import MAX_CHARS
 from mstore_pages.document import served_policy
-from mstore_pages.facts import card_of, lineage_of
 from mstore_pages.site import Links, Place, below
+from mstore_pages.summary import card_of, lineage_of
 from mstore_serve import addresses
 from mstore_serve.addresses import Address, Query, SnapshotName
 from mstore_serve.face import Refusal
-from mstore_serve.serving import Reader
+from mstore_serve.serving import PageReader
 from mstore_serve.shown import (
     SHORT,
     VARIES,
@@ -60,10 +60,10 @@ def as_page(html: str) -> Shown:
     return made(html.encode(), HTML, page_headers())
 
 
-class Pages:
+class StorePages:
     """The pages of a store."""
 
-    def __init__(self, store: Store, showing: Showing, reader: Reader) -> None:
+    def __init__(self, store: Store, showing: Showing, reader: PageReader) -> None:
         self._store = store
         self._reader = reader
         self._showing = showing

@@ -23,14 +23,14 @@ from mstore.terms.errors import BadRequest, Conflict, Incompatible
 from mstore.terms.ids import SnapshotId
 from mstore.terms.report import Progress
 from mstore_pages import report, site
-from mstore_pages.facts import LINEAGE_SHOWN, comparison_facts, snapshot_facts
 from mstore_pages.site import Links
+from mstore_pages.summary import LINEAGE_SHOWN, comparison_summary, snapshot_summary
 from mstore_serve import addresses
 from mstore_serve.addresses import Query, SnapshotName
 from mstore_serve.documents import encoded
 from mstore_serve.face import refusal
 from mstore_serve.pages import as_page, placed
-from mstore_serve.serving import Reader
+from mstore_serve.serving import PageReader
 from mstore_serve.shown import JSON, VARIES, Elsewhere, Later, Showing, Shown, made
 
 _KEPT_BYTES: Final = 32 << 20
@@ -54,7 +54,7 @@ class _Kept(msgspec.Struct):
 class Reports:
     """The reports of a store."""
 
-    def __init__(self, store: Store, showing: Showing, reader: Reader) -> None:
+    def __init__(self, store: Store, showing: Showing, reader: PageReader) -> None:
         self._store = store
         self._reader = reader
         self._showing = showing
@@ -121,7 +121,7 @@ class Reports:
         self, id: SnapshotId, place: SnapshotName, raw: bytes, query: Query, *, is_page: bool
     ) -> Shown:
         where = placed(place, id)
-        facts = snapshot_facts(
+        summary = snapshot_summary(
             self._store,
             id,
             measure=not query.quick,
@@ -131,15 +131,15 @@ class Reports:
             name=where.name,
         )
         if not is_page:
-            return made(encoded(facts, self._reader.typed), JSON, VARIES)
+            return made(encoded(summary, self._reader.typed), JSON, VARIES)
         links = Links(addresses.up(raw))
         top = site.top(links, back={where.name: links.at(where.path)})
-        return as_page(report.snapshot_page(facts, self._reader.typed, top))
+        return as_page(report.snapshot_page(summary, self._reader.typed, top))
 
     def _comparison(
         self, a: SnapshotId, b: SnapshotId, raw: bytes, query: Query, *, is_page: bool
     ) -> Shown:
-        facts = comparison_facts(
+        summary = comparison_summary(
             self._store,
             query.a,
             query.b,
@@ -148,14 +148,14 @@ class Reports:
             threads=self._threads,
             progress=self._check,
         )
-        if (facts.a.snapshot, facts.b.snapshot) != (a, b):
+        if (summary.a.snapshot, summary.b.snapshot) != (a, b):
             raise Conflict("a ref moved meanwhile", where=f"{query.a}, {query.b}")
         if not is_page:
-            return made(encoded(facts, self._reader.typed), JSON, VARIES)
+            return made(encoded(summary, self._reader.typed), JSON, VARIES)
         links = Links(addresses.up(raw))
         back = {query.a: links.snapshot(a), query.b: links.snapshot(b)}
         top = site.top(links, "Compare", back=back)
-        return as_page(report.comparison_page(facts, self._reader.typed, top))
+        return as_page(report.comparison_page(summary, self._reader.typed, top))
 
     def _check(self, progress: Progress) -> None:
         if self._ended.is_set():

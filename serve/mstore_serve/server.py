@@ -35,7 +35,7 @@ from mstore_serve.bodies import Threads
 from mstore_serve.face import Face
 from mstore_serve.http_face import HttpFace
 from mstore_serve.s3.face import S3Face
-from mstore_serve.serving import Reader, S3Keys, ServeInfo, described
+from mstore_serve.serving import PageReader, S3Keys, ServeInfo, described
 from mstore_serve.shown import Showing
 
 
@@ -148,7 +148,7 @@ class Server(uvicorn.Server):
         timeout: float,
         token: str = "",
         s3_keys: S3Keys | None = None,
-        reader: Reader | None = None,
+        reader: PageReader | None = None,
         on_ready: Callable[[ServeInfo], None] | None,
     ) -> None:
         self._listening = [one for one in (listening, s3) if one is not None]
@@ -158,7 +158,7 @@ class Server(uvicorn.Server):
         self._info = described(store, listening, s3)
         own = frozenset(name.lower() for name in names) | OWN_NAMES
         self._showing = Showing(store)
-        self._http = HttpFace(store, self._showing, token, reader or Reader())
+        self._http = HttpFace(store, self._showing, token, reader or PageReader())
         faces: dict[int, Face] = {}
         if listening is not None:
             faces[listening.getsockname()[1]] = self._http

@@ -53,7 +53,7 @@ class S3Keys(msgspec.Struct, frozen=True):
             )
 
 
-class Reader(msgspec.Struct, frozen=True):
+class PageReader(msgspec.Struct, frozen=True):
     """For whom pages are made."""
 
     signers: Mapping[bytes, str] = {}
@@ -94,7 +94,7 @@ def serve(
     token: str = "",
     log: Path | None = None,
     access_log: bool = True,
-    reader: Reader | None = None,
+    reader: PageReader | None = None,
     on_ready: Callable[[ServeInfo], None] | None = None,
 ) -> None:
     """Answer requests for the files of an open store, until SIGINT, SIGTERM or SIGHUP.
@@ -157,7 +157,7 @@ def serve(
             timeout=timeout,
             token=token,
             s3_keys=s3_keys,
-            reader=reader or Reader(),
+            reader=reader or PageReader(),
             on_ready=on_ready,
         ).run()
 

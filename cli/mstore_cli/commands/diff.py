@@ -20,8 +20,11 @@ from mstore_cli.sizes import format_share, format_size
 if TYPE_CHECKING:
     from mstore import Store
     from mstore.api.reports import DiffReport, DirectoryDiffReport, FileDiff, TensorDiff
+    from mstore_pages.matrix import Matrix
 
 SHOWN = 3
+OUTSIDE = "outside"
+"""The column of tensors outside of layers, in a picture."""
 FILE_COLUMNS = (
     Column("FILE"),
     Column("STATUS"),
@@ -122,7 +125,7 @@ def diff(
         return
 
     if svg is not None:
-        pictures.write_matrix(svg, pictures.changes(report, f"{a} to {b}"))
+        pictures.write_matrix(svg, distances(report, f"{a} to {b}"))
 
     def human(screen: Screen) -> None:
         _draw(screen, report, blocks=blocks)
@@ -139,6 +142,38 @@ def diff(
 
     names = [*(one.path for one in report.files), *(one.name for one in report.tensors)]
     session.output.emit(report, ids=names, human=human)
+
+
+def distances(report: DiffReport, title: str) -> Matrix:
+    """Parts by layers: how far each differs; of the tensors of one part, the farthest."""
+    from mstore.store.objects.shapes import parts_of
+    from mstore_pages.figures import growing
+    from mstore_pages.matrix import Matrix
+
+    known = {
+        one.name: one.relative_l2 if one.relative_l2 is not None else one.relative_l2_estimate
+        for one in report.tensors
+    }
+    cells: dict[tuple[str, str], float] = {}
+    for name, (layer, part) in parts_of(known).items():
+        kind, _, number = layer.rpartition(".")
+        where = (f"{kind}.*.{part}", number) if number.isdigit() and part else (name, OUTSIDE)
+        distance = known[name]
+        if distance is not None:
+            cells[where] = max(distance, cells.get(where, 0.0))
+    numbers = {number for _, number in cells}
+    columns = sorted(numbers, key=lambda one: (one != OUTSIDE, len(one), one))
+    rows = list(dict.fromkeys(part for part, _ in cells))
+    return Matrix(
+        title=title,
+        rows=tuple(rows),
+        columns=tuple(columns),
+        cells=tuple(tuple(cells.get((row, column)) for column in columns) for row in rows),
+        measure="norm of the difference, relative to the norm of the first",
+        levels=growing(cells.values()),
+        axes=("part", "layer"),
+        unknown="equal, or not known",
+    )
 
 
 def _require_snapshot_first(store: Store, a: str, b: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from mstore_cli.signers import trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
-    from mstore_pages.facts import ComparisonFacts, SnapshotFacts
+    from mstore_pages.summary import ComparisonSummary, SnapshotSummary
 
 
 @command(decodes=True, example="mstore report llama/merged -o merged.html")
@@ -51,20 +52,20 @@ def report(
     what changed, weights are read, as `compare` and `blame` read them. With --json, the numbers are
     printed, and the page is written only with -o.
     """
-    from mstore_pages import facts
     from mstore_pages import report as pages
+    from mstore_pages import summary
 
     names = [revision] if other is None else [revision, other]
     signers = trusted_signers(None)
-    told: SnapshotFacts | ComparisonFacts
+    told: SnapshotSummary | ComparisonSummary
     with session.open() as store, session.progress() as tick:
         if other is None:
-            told = facts.snapshot_facts(
+            told = summary.snapshot_summary(
                 store, revision, measure=not quick, signers=signers, threads=threads, progress=tick
             )
             text = pages.snapshot_page(told, session.typed)
         else:
-            told = facts.comparison_facts(
+            told = summary.comparison_summary(
                 store,
                 revision,
                 other,
@@ -74,7 +75,7 @@ def report(
                 progress=tick,
             )
             text = pages.comparison_page(told, session.typed)
-    path = output or pictures.shared_path(names)
+    path = output or default_file(names)
     if output is not None or not session.output.is_json:
         pictures.write(path, text)
 
@@ -82,3 +83,11 @@ def report(
         screen.line(f"written to {path} ({format_size(len(text.encode()))})")
 
     session.output.emit(told, ids=[path], human=human)
+
+
+def default_file(names: Sequence[str]) -> Path:
+    """Return the file that a report of these names is written to, if no other is named."""
+    safe = "-".join(
+        "".join(one if one.isalnum() or one in "._" else "-" for one in name) for name in names
+    )
+    return Path(f"mstore-report-{safe[:100]}.html")

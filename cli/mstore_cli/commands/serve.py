@@ -98,7 +98,7 @@ def serve(
     With --s3, the bucket `mstore` has the keys refs/NAME/PATH and snapshots/ID/PATH. With --port as
     well, one server answers both.
     """
-    from mstore_serve.serving import Reader
+    from mstore_serve.serving import PageReader
     from mstore_serve.serving import serve as run_server
 
     if port is None and s3 is None:
@@ -159,7 +159,7 @@ def serve(
             token=given,
             log=log,
             access_log=log is not None or session.output.mode is not Mode.QUIET,
-            reader=Reader(trusted_signers(None), _typed),
+            reader=PageReader(trusted_signers(None), _typed),
             on_ready=ready,
         )
 

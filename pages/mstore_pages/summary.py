@@ -1,4 +1,4 @@
-"""Facts: what a page shows of a snapshot, or of two, gathered from what the store reports.
+"""Summaries: what a page shows of a snapshot, or of two, gathered from what the store reports.
 
 Every number on a page is in one of these structs; `mstore report --json` prints them.  What a store
 cannot tell is None, and `gaps` says why, by section.
@@ -97,10 +97,10 @@ class ChangedTensor(Report, frozen=True):
     """the tensor"""
     layer: str
     """its layer"""
-    dtype: str
-    """as safetensors spells it"""
-    shape: tuple[int, ...]
-    """elements in each dimension"""
+    dtype: str | None
+    """as safetensors spells it; None of an adapter, which has factors instead"""
+    shape: tuple[int, ...] | None
+    """elements in each dimension; None of an adapter"""
     change: float | None
     """norm of its change / norm of the base's tensor"""
     blocks: int | None
@@ -122,7 +122,7 @@ class Ancestor(Report, frozen=True):
     """the licence that its card states; None if it states none"""
 
 
-class ExpertFacts(Report, frozen=True):
+class ExpertSummary(Report, frozen=True):
     """One expert of a merge: what of it the merge has."""
 
     expert: str
@@ -145,7 +145,7 @@ class ExpertFacts(Report, frozen=True):
     """chunks equal to the base's"""
 
 
-class SnapshotFacts(Report, frozen=True):
+class SnapshotSummary(Report, frozen=True):
     """All that the page of one snapshot shows."""
 
     name: str
@@ -166,7 +166,7 @@ class SnapshotFacts(Report, frozen=True):
     """changes by layers and parts; empty if they are not known"""
     layers: tuple[LayerShare, ...]
     """shares of experts by layer, of a merge"""
-    experts: tuple[ExpertFacts, ...]
+    experts: tuple[ExpertSummary, ...]
     """the experts of a merge"""
     sweep: SweepReport | None
     """budgets and errors of the same merge"""
@@ -184,7 +184,7 @@ class SnapshotFacts(Report, frozen=True):
     """by section: why it has no numbers"""
 
 
-class ComparisonFacts(Report, frozen=True):
+class ComparisonSummary(Report, frozen=True):
     """All that the page of two snapshots shows."""
 
     name_a: str
@@ -284,7 +284,7 @@ class _Gatherer:
         )
 
 
-def snapshot_facts(
+def snapshot_summary(
     store: Store,
     revision: Revision,
     *,
@@ -293,7 +293,7 @@ def snapshot_facts(
     threads: int | None = None,
     progress: ProgressCallback | None = None,
     name: str | None = None,
-) -> SnapshotFacts:
+) -> SnapshotSummary:
     """Gather what the page of a snapshot shows.
 
     measure: read weights for what no statistics tell, and for the shares of experts, as `compare`
@@ -322,7 +322,7 @@ def snapshot_facts(
         compared = ask.compare("change", base, [str(shown.snapshot), *experts], "part")
         whole = compared and ask.compare("tensors", base, [str(shown.snapshot)], "tensor")
     tables = _Tables(called, shown, experts, compared, merge, blame)
-    return SnapshotFacts(
+    return SnapshotSummary(
         name=called,
         snapshot=shown,
         lineage=lineage,
@@ -343,7 +343,7 @@ def snapshot_facts(
     )
 
 
-def comparison_facts(
+def comparison_summary(
     store: Store,
     a: Revision,
     b: Revision,
@@ -352,20 +352,21 @@ def comparison_facts(
     signers: Mapping[bytes, str] | None = None,
     threads: int | None = None,
     progress: ProgressCallback | None = None,
-) -> ComparisonFacts:
-    """Gather what the page of two snapshots shows; arguments as for `snapshot_facts`.
+) -> ComparisonSummary:
+    """Gather what the page of two snapshots shows; arguments as for `snapshot_summary`.
 
     Raises NotFound, BadName, Incompatible, Corrupt.
     """
     ask = _Gatherer(store, threads, progress, measure=measure)
     ours, theirs = (store.show(one, signers=signers) for one in (a, b))
     lineage, complete = ask.lineage([ours.snapshot, theirs.snapshot], signers)
-    diff = store.diff(a, b, threads=threads)
     changes = ask.compare("change", str(a), [str(b)], "part")
     whole = changes and ask.compare("tensors", str(a), [str(b)], "tensor")
     both = ask.compare("similarity", None, [str(a), str(b)], "layer")
+    # Last: what was measured for the others makes its distances exact, also the next time.
+    diff = store.diff(a, b, threads=threads)
     tables = _Tables(str(b), theirs, [], changes, None, None)
-    return ComparisonFacts(
+    return ComparisonSummary(
         name_a=str(a),
         name_b=str(b),
         a=ours,
@@ -393,6 +394,12 @@ def _inputs(shown: SnapshotReport) -> tuple[str | None, list[str]]:
     return next(iter(bases), None), experts
 
 
+def _called(shown: SnapshotReport) -> list[str]:
+    """Return names of the experts of what no merge made."""
+    experts = (one for one in shown.parents if one.role == EXPERT)
+    return [one.refs[0] if one.refs else one.snapshot.short for one in experts]
+
+
 def _base_name(shown: SnapshotReport, merge: Explanation | None) -> str | None:
     if merge is not None:
         return merge.plan.base
@@ -418,7 +425,7 @@ class _Tables:
         self._compared = compared
         self._merge = merge
         self._blame = blame
-        called = [expert for expert, _ in merge.plan.experts] if merge else []
+        called = [expert for expert, _ in merge.plan.experts] if merge else _called(shown)
         self._names = dict(zip(experts, called, strict=False))
         self._experts = list(experts)
         self._called = called
@@ -533,7 +540,7 @@ class _Tables:
                 found.append(LayerShare(layer.name, told, out))
         return tuple(found)
 
-    def experts(self) -> tuple[ExpertFacts, ...]:
+    def experts(self) -> tuple[ExpertSummary, ...]:
         """Return what the merge has of each expert."""
         if self._merge is None:
             return ()
@@ -543,7 +550,7 @@ class _Tables:
         shares = [one.share for one in self._blame.experts] if self._blame else []
         revisions = [*self._experts, *[""] * len(self._called)]
         return tuple(
-            ExpertFacts(
+            ExpertSummary(
                 expert=one.expert,
                 weight=one.weight if one.weight is not None else 0.0,
                 change=changes.get(revisions[number]),
@@ -603,20 +610,20 @@ def _most_changed(
     changed = [
         (one.models[0].change, one.name)
         for one in whole.parts
-        if one.models[0].change and one.name in records
+        if one.models[0].change and one.name is not None
     ]
-    layers = layers_of(records)
+    layers = layers_of(one.name for one in whole.parts if one.name is not None)
     found = []
     for change, name in sorted(changed, key=lambda one: (-(one[0] or 0.0), one[1]))[:TENSORS_SHOWN]:
-        record, own = records[name], merged.get(name)
+        record, own = records.get(name), merged.get(name)
         known = [one for one in shares.get(name, ()) if one.share is not None]
         first = max(known, key=lambda one: one.share or 0.0, default=None)
         found.append(
             ChangedTensor(
                 name=name,
                 layer=layers[name],
-                dtype=record.dtype,
-                shape=record.shape,
+                dtype=None if record is None else record.dtype,
+                shape=None if record is None else record.shape,
                 change=change,
                 blocks=None if own is None else own.blocks_total,
                 blocks_changed=None if own is None else own.blocks_total - own.blocks_reused,
