@@ -14,6 +14,7 @@ import base64
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from typing import Any
 import pytest
 
 PROGRAM = shutil.which("chromium-headless-shell")
+_PATIENCE = 120.0
 needed = pytest.mark.skipif(PROGRAM is None, reason="needs chromium-headless-shell")
 
 
@@ -118,6 +120,7 @@ class Browser:
 
     def _message(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
+            assert select.select([self._answers], [], [], _PATIENCE)[0], "the browser is silent"
             piece = os.read(self._answers, 1 << 16)
             assert piece, "the browser has ended"
             self._buffer += piece

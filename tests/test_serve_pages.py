@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import report_stores
 from checkpoints import write_safetensors
-from http_server import Answer, Served, served
+from http_server import Answer, Served, served, taken
 from live_browser import Browser
 
 from mstore import MergeRequest, Store
@@ -236,7 +236,13 @@ def test_only_the_own_style_and_script_run(server: Served) -> None:
             [inside] = [part.split("</", 1)[0] for part in page.split(kind)[1:]]
             digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
             assert policy[rule] == f"'sha256-{digest}'"
-        # A page inside of a page says the same.
+        with server.connect(1 << 20) as client:
+            ask = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: text/html\r\n"
+            client.sendall(f"{ask}Connection: close\r\n\r\n".encode())
+            head = taken(client).partition(b"\r\n\r\n")[0].lower()
+        for name in (b"content-security-policy:", b"x-content-type-options:", b"vary:"):
+            assert head.count(name) == 1, (path, name)
+        # The page itself says the same, for who saves it.
         meta = next(one["content"] for one in Tags(page).all("meta") if "http-equiv" in one)
         assert answer.headers["content-security-policy"].startswith(f"{meta};")
 
@@ -253,9 +259,12 @@ def crawled(server: Served) -> dict[str, Answer]:
         if not is_page(found[path]):
             continue
         for link in Tags(text(found[path])).links():
-            to = urlsplit(urljoin(f"http://here{path}", link))
+            # A proxy may show the server below a path of its own.
+            to = urlsplit(urljoin(f"http://here/models{path}", link))
             if to.netloc == "here":
-                waiting.append(to.path + (f"?{to.query}" if to.query else ""))
+                assert to.path.startswith("/models/"), (path, link)
+                below = to.path.removeprefix("/models")
+                waiting.append(below + (f"?{to.query}" if to.query else ""))
     return found
 
 
