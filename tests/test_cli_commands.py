@@ -151,6 +151,7 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "explain": ["explain", "tiny/merged", "layer"],
         "blame": ["blame", "tiny/merged"],
         "recipe": ["recipe", "tiny/merged"],
+        "report": ["report", "tiny/merged", "-o", str(out / "page.html")],
         "replay": ["replay", "tiny/merged"],
         "checkout": ["checkout", "tiny/base", str(out / "copy")],
         "mounts": ["mounts"],

@@ -11,8 +11,10 @@ from mstore.terms.sizes import format_size
 from mstore_pages.figures import path, percent, picture, text, ticks, width_of
 from mstore_pages.markup import Markup, join, tag
 
-WIDTH, HEIGHT = 640.0, 380.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 84.0, 24.0, 56.0, 52.0
+WIDTH, HEIGHT = 640.0, 400.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84.0, 24.0, 82.0, 52.0
+_KEYS = 64.0
+"""Height of the line of keys."""
 _MIDDLE = (_LEFT + WIDTH - _RIGHT) / 2
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 DECADES = 30
@@ -57,11 +59,12 @@ def draw(points: Sequence[BudgetPoint], title: str, chosen: BudgetPoint | None =
             ]
             keys.append((n, kind))
     return picture(
-        WIDTH,
+        max(WIDTH, 32 + width_of(title, 14, mono=False)),
         HEIGHT,
         title,
         "Error of the merge against bytes read from experts. The table has the numbers.",
-        text(_LEFT, 22, "error relative to the norm of the base", "quiet"),
+        text(16, 22, title, "big"),
+        text(16, 42, "error relative to the norm of the base", "quiet"),
         *scale.axes(),
         *lines,
         _ring(chosen, scale),
@@ -172,8 +175,8 @@ def _ring(chosen: BudgetPoint | None, scale: _Scale) -> Markup | None:
 def _keys(keys: Sequence[tuple[int, str]]) -> list[Markup]:
     drawn, x = [], _LEFT
     for n, kind in keys:
-        drawn.append(tag("path", d=path([(x, 38), (x + 28, 38)]), class_=f"line-{n}"))
-        drawn.append(_mark(n, (x + 14, 38), kind))
-        drawn.append(text(x + 36, 42, kind))
+        drawn.append(tag("path", d=path([(x, _KEYS), (x + 28, _KEYS)]), class_=f"line-{n}"))
+        drawn.append(_mark(n, (x + 14, _KEYS), kind))
+        drawn.append(text(x + 36, _KEYS + 4, kind))
         x += 36 + width_of(kind, mono=False) + 24
     return drawn

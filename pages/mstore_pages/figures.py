@@ -23,7 +23,7 @@ _MONO = 0.605
 """Width of a letter relative to the size of a monospaced font."""
 _SANS = 0.6
 """The same of common letters of other fonts, on average, rounded up."""
-DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
+DASH, MINUS, TIMES, NO_BREAK = "\u2013", "\u2212", "\u00d7", "\u00a0"
 DIGITS = 3
 """Significant digits of numbers."""
 
@@ -48,7 +48,7 @@ def percent(value: float | None, digits: int = DIGITS) -> str:
         return DASH
     scaled = 100 * value
     text = f"{scaled:.0f}" if abs(scaled) >= 100 else f"{scaled:.{digits}g}"
-    return f"{text}\u00a0%".replace("-", MINUS)
+    return f"{text}{NO_BREAK}%".replace("-", MINUS)
 
 
 class Levels(msgspec.Struct, frozen=True):

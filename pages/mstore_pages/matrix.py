@@ -45,6 +45,7 @@ class Matrix(msgspec.Struct, frozen=True):
 
 def draw(matrix: Matrix) -> Markup:
     """Return the picture: names of columns stand upright above them, the scale lies below."""
+    told = f"{matrix.measure}; rows: {matrix.axes[0]}, columns: {matrix.axes[1]}"
     has_numbers = len(matrix.rows) * len(matrix.columns) <= NUMBERS
     across = WIDE if has_numbers else CELL
     left = _PADDING + max((width_of(one) for one in matrix.rows), default=0.0) + 10
@@ -60,7 +61,7 @@ def draw(matrix: Matrix) -> Markup:
     width = max(
         right + _PADDING,
         _PADDING * 2 + width_of(matrix.title, 14, mono=False),
-        _PADDING * 2 + width_of(matrix.measure, mono=False),
+        _PADDING * 2 + width_of(told, mono=False),
         _PADDING * 2 + step * min(per_row, len(entries)),
     )
     height = bottom + 24 + rows * _LEGEND_ROW + 8
@@ -68,10 +69,10 @@ def draw(matrix: Matrix) -> Markup:
         width,
         height,
         matrix.title,
-        f"{matrix.measure}, {len(matrix.rows)} by {len(matrix.columns)}",
+        told,
         hatching("unknown") if has_unknown else None,
         text(_PADDING, 24, matrix.title, "big"),
-        text(_PADDING, 44, matrix.measure, "quiet"),
+        text(_PADDING, 44, told, "quiet"),
         *(_column(left + across * (n + 0.5), top - 6, one) for n, one in enumerate(matrix.columns)),
         *(
             text(left - 10, top + CELL * (n + 0.5) + 4, one, "name end")

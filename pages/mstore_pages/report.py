@@ -203,7 +203,7 @@ def _verdict(summary: SnapshotSummary) -> Iterator[Child]:
             full = plan.full_expert_bytes
             yield (
                 f" that read {percent(plan.planned_expert_bytes / full if full else 0)} of the "
-                f"experts: {format_size(plan.planned_expert_bytes)} of {format_size(full)}."
+                f"experts: {_unbroken(plan.planned_expert_bytes)} of {_unbroken(full)}."
             )
         yield f" {_error(plan)}"
     evaluations = [one for one in shown.notes if one.kind == EVALUATION]
@@ -218,6 +218,11 @@ def _verdict(summary: SnapshotSummary) -> Iterator[Child]:
         yield " "
         yield tag("a", _count(len(summary.warnings), "warning"), href="#warnings", class_="flag")
         yield "."
+
+
+def _unbroken(size: int) -> str:
+    """Return a size that no line of a sentence breaks."""
+    return format_size(size).replace(" ", figures.NO_BREAK)
 
 
 def _told_made(summary: SnapshotSummary) -> str:
