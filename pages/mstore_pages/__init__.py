@@ -6,6 +6,9 @@
     heatmap, lineage, curve, treemap, matrix   pictures
     document   the skeleton of a page: style, script, content security policy
     report     sections of a snapshot's page and of a comparison's
+    site       what pages of a server share: links, the bar above, lists in parts
+    browse, snapshot   the other pages of a server: of the whole store, and of one snapshot
+    card       a model card as markup
 
 Pure functions but for `summary`, which reads a store.  The same summary gives the same bytes: pages
 have no date of making and no random ids.  Nothing is printed, and nothing is loaded from elsewhere.

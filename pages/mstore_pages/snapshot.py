@@ -120,7 +120,7 @@ def _ways(links: Links, place: Place, shown: ShownSnapshot) -> Iterator[tuple[st
     one = shown.snapshot
     if not one.pruned:
         yield "Report", links.at(f"{place.path}/report")
-        yield "Quick report", links.at(f"{place.path}/report", quick="yes")
+        yield "Quick report (reads no weights)", links.at(f"{place.path}/report", quick="yes")
     if one.plan is not None:
         yield "Plan of the merge", links.at(f"{place.path}/plan")
     if not one.pruned:
