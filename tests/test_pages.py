@@ -19,7 +19,7 @@ from cli_runs import Program
 from mstore import Store
 from mstore.store.objects.shapes import parts_of
 from mstore.terms.report import plain
-from mstore_pages import curve, figures, heatmap, lineage, matrix, report, summary
+from mstore_pages import curve, figures, gather, heatmap, lineage, matrix, report, summary
 from mstore_pages.curve import BudgetPoint
 from mstore_pages.heatmap import Packing
 from mstore_pages.lineage import Node
@@ -39,7 +39,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.fixture(scope="module")
 def found(family: Store) -> summary.SnapshotSummary:
     """The summary of the merge."""
-    return summary.snapshot_summary(family, "model/merged")
+    return gather.snapshot_summary(family, "model/merged")
 
 
 # -- markup --------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def test_blocks_by_origin(family: Store) -> None:
 
 def test_quick_reads_no_weights(family: Store) -> None:
     """Without measuring, shares are not known and the page says so; experts' changes are."""
-    quick = summary.snapshot_summary(family, "model/merged", measure=False)
+    quick = gather.snapshot_summary(family, "model/merged", measure=False)
     assert quick.gaps["shares"] == "weights were not read"
     assert all(one.share is None and one.change is not None for one in quick.experts)
     assert "Shares are not known: weights were not read." in report.snapshot_page(quick)
@@ -305,9 +305,9 @@ def test_the_same_snapshot_gives_the_same_page(
     family: Store, found: summary.SnapshotSummary
 ) -> None:
     """A page has no date of making and no random id."""
-    again = summary.snapshot_summary(family, "model/merged")
+    again = gather.snapshot_summary(family, "model/merged")
     assert report.snapshot_page(again) == report.snapshot_page(found)
-    two = [summary.comparison_summary(family, "model/math", "model/code") for _ in range(2)]
+    two = [gather.comparison_summary(family, "model/math", "model/code") for _ in range(2)]
     assert two[0] == two[1]
 
 
@@ -316,11 +316,11 @@ def test_sections_stand_in_their_order(family: Store, found: summary.SnapshotSum
     ids = re.findall(r'<section id="(\w+)"', report.snapshot_page(found))
     wanted = ["lineage", "change", "experts", "sweep", "tensors", "similarity", "blocks", "notes"]
     assert [one for one in ids if one != "warnings"] == [*wanted, "recipe"]
-    base = report.snapshot_page(summary.snapshot_summary(family, "model/base"))
+    base = report.snapshot_page(gather.snapshot_summary(family, "model/base"))
     assert re.findall(r'<section id="(\w+)"', base) == ["lineage", "blocks", "notes"]
-    expert = report.snapshot_page(summary.snapshot_summary(family, "model/math"))
+    expert = report.snapshot_page(gather.snapshot_summary(family, "model/math"))
     assert re.findall(r'<section id="(\w+)"', expert)[:3] == ["lineage", "change", "tensors"]
-    two = report.comparison_page(summary.comparison_summary(family, "model/math", "model/code"))
+    two = report.comparison_page(gather.comparison_summary(family, "model/math", "model/code"))
     assert re.findall(r'<section id="(\w+)"', two) == [
         *("lineage", "change", "tensors", "similarity", "files"),
     ]
@@ -331,7 +331,7 @@ def test_a_virtual_merge_has_a_page(family: Store, tmp_path: Path) -> None:
     merge = family.show("model/merged")
     assert merge.plan is not None
     family.merge(str(merge.plan), name="model/virtual", virtual=True, allow_noop=True)
-    page = report.snapshot_page(summary.snapshot_summary(family, "model/virtual"))
+    page = report.snapshot_page(gather.snapshot_summary(family, "model/virtual"))
     assert "A virtual merge of 2 experts" in page
     assert "a virtual merge has no weights at rest" in page
     assert "computed on read" in page
@@ -341,7 +341,7 @@ def test_a_virtual_merge_has_a_page(family: Store, tmp_path: Path) -> None:
 def test_an_adapter_has_a_page(family: Store) -> None:
     """What was extracted is compared by what its factors stand for, and told from its model."""
     family.extract_lora("model/math", base="model/base", name="model/lora", rank=4)
-    told = summary.snapshot_summary(family, "model/lora")
+    told = gather.snapshot_summary(family, "model/lora")
     assert {one.model for one in told.maps[0].models} == {"model/lora", "model/math"}
     assert told.tensors[0].name.startswith("model.layers.")
     assert told.tensors[0].shape is None

@@ -25,7 +25,7 @@ from mstore.terms.errors import Corrupt
 from mstore_pages import report, site
 from mstore_pages.card import MAX_CHARS, card
 from mstore_pages.document import served_policy
-from mstore_pages.summary import comparison_summary, snapshot_summary
+from mstore_pages.gather import comparison_summary, snapshot_summary
 from mstore_serve import documents, pages, reports
 
 PAGE = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}

@@ -7,6 +7,7 @@ the widest common fonts, so a label never needs more room than it got.  Colours 
 
 from __future__ import annotations
 
+import json
 import math
 import unicodedata
 from bisect import bisect_right
@@ -211,3 +212,13 @@ def svg_file(drawn: Markup) -> str:
             Markup("\n"),
         ]
     )
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a count with its noun: `1 file`, `2 files`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def brief(value: object) -> str:
+    """Format a value of JSON: text as it is."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -12,8 +12,8 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from mstore_pages import figures
 from mstore_pages.document import scroll
+from mstore_pages.figures import counted
 from mstore_pages.markup import Child, Markup, join, tag
 
 PER_PAGE = 100
@@ -182,8 +182,10 @@ class Paged(msgspec.Struct, frozen=True):
     def told(self, noun: str, query: str) -> str:
         """Return which rows are shown, in a sentence."""
         if self.found <= PER_PAGE and self.found == self.every:
-            return f"{count(self.found, noun)}."
-        what = f"{self.found} of {count(self.every, noun)}" if query else count(self.found, noun)
+            return f"{counted(self.found, noun)}."
+        what = (
+            f"{self.found} of {counted(self.every, noun)}" if query else counted(self.found, noun)
+        )
         if self.found <= PER_PAGE:
             return f"{what} found."
         return f"{self.start + 1} to {self.start + self.shown} of {what}."
@@ -234,16 +236,6 @@ def cut(text: str, most: int = 400) -> Markup | None:
         return None
     shown = text if len(text) <= most else f"{text[:most]}\u2026"
     return tag("span", shown, class_="cut")
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def shape(dimensions: Sequence[int]) -> str:
-    """Return the shape of a tensor."""
-    return f" {figures.TIMES} ".join(map(str, dimensions)) or "scalar"
 
 
 def in_order(name: str) -> list[tuple[int, str]]:

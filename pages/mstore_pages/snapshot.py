@@ -10,29 +10,27 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mstore.store.objects.plan import EXPERT
 from mstore.terms.report import utc
 from mstore.terms.sizes import format_size
 from mstore_pages import figures
 from mstore_pages.browse import compare_form, parents
 from mstore_pages.card import card
 from mstore_pages.document import page, section, tiles
-from mstore_pages.figures import number, percent
+from mstore_pages.figures import counted, number, percent
+from mstore_pages.gather import differing, experts_in, left_out
 from mstore_pages.lineage import how, signed
 from mstore_pages.markup import Child, Markup, tag
-from mstore_pages.report import lineage_section, notes_section
+from mstore_pages.sections import ancestry, notes, shape_of
 from mstore_pages.site import (
     Column,
     Links,
     Paged,
     Place,
     below,
-    count,
     linked,
     listing,
     more,
     search,
-    shape,
     shortened,
     top,
     turning,
@@ -83,8 +81,18 @@ def snapshot_page(links: Links, place: Place, shown: ShownSnapshot) -> str:
         _contents(shown),
         _card(shown),
         _made_from(links, one),
-        lineage_section(shown.lineage, str(one.snapshot), complete=shown.lineage_complete),
-        notes_section(one),
+        section(
+            "lineage",
+            "Where it came from",
+            "Time runs from left to right: each snapshot was made from those to its left.",
+            *ancestry(shown.lineage, str(one.snapshot), complete=shown.lineage_complete),
+        ),
+        section(
+            "notes",
+            "Notes and evaluations",
+            None if one.notes else "Nothing was noted about this snapshot.",
+            *notes(one),
+        ),
         None if one.pruned else _files(links, place, shown.files),
         section(
             "compare",
@@ -108,9 +116,9 @@ def _pruned() -> Markup:
 
 def _tiles(one: SnapshotReport) -> Iterator[tuple[str, Child, Child]]:
     yield "How", how(one), f"from {one.origin.url}" if one.origin else None
-    yield "Size", format_size(one.plain_bytes), count(one.files, "file")
+    yield "Size", format_size(one.plain_bytes), counted(one.files, "file")
     kinds = [name for name in one.models if name]
-    yield "Tensors", one.tensors, count(len(kinds), "named model") if kinds else None
+    yield "Tensors", one.tensors, counted(len(kinds), "named model") if kinds else None
     made = utc(one.time_ns) if one.time_ns else figures.DASH
     yield "Made (UTC)", made, f"by {one.author}" if one.author else None
     yield "Signed", signed(one.signatures) if one.signatures else "none", None
@@ -186,7 +194,7 @@ def tensors_page(
         (
             tag("a", shortened(one.name), href=links.at(path + below(one.name))),
             one.dtype,
-            shape(one.shape),
+            shape_of(one.shape),
             format_size(one.nbytes),
             one.file,
         )
@@ -255,7 +263,7 @@ def plan_page(
 def _read(merge: Explanation) -> str:
     plan = merge.plan
     if plan.layers:
-        return f"A stack of layers of {count(len(plan.experts) + 1, 'model')}, as they are."
+        return f"A stack of layers of {counted(len(plan.experts) + 1, 'model')}, as they are."
     full = plan.full_expert_bytes
     share = percent(plan.planned_expert_bytes / full if full else 0)
     limits = []
@@ -265,17 +273,18 @@ def _read(merge: Explanation) -> str:
         limits.append(f"an error of at most {percent(plan.max_error)}")
     given = f", with {' and '.join(limits)}" if limits else ", without a limit"
     return (
-        f"{plan.method} of {count(len(plan.experts), 'expert')} into {plan.base}{given}. It reads "
-        f"{format_size(plan.planned_expert_bytes)} of experts: {share} of {format_size(full)}."
+        f"{plan.method} of {counted(len(plan.experts), 'expert')} into {plan.base}{given}. "
+        f"It reads {format_size(plan.planned_expert_bytes)} of experts: {share} of "
+        f"{format_size(full)}."
     )
 
 
 def _experts(merge: Explanation) -> Markup:
-    experts = _of_experts(merge.experts)
+    experts = experts_in(merge.experts)
     counts: dict[str, Callable[[ExpertShare], int]] = {
         "Shared with another": lambda one: one.chunks_shared,
         "Trimmed away": lambda one: one.chunks_below_threshold,
-        "Left out for limits": _out,
+        "Left out for limits": left_out,
         "Equal to base": lambda one: one.chunks_equal_base,
     }
     used = {title: of for title, of in counts.items() if any(map(of, experts))}
@@ -303,7 +312,7 @@ def _by_tensor(merge: Explanation, tensors: Sequence[TensorExplanation]) -> Mark
         columns = [Column("Tensor", "name"), Column("From", "name", is_named=False)]
         origins = [(shortened(one.name), one.treatment) for one in tensors]
         return listing("Tensors", columns, origins, kind="tensors")
-    experts = _of_experts(merge.experts)
+    experts = experts_in(merge.experts)
     columns = [
         Column("Tensor", "name"),
         Column("How", "text", is_named=False),
@@ -330,9 +339,9 @@ def _treated(one: TensorExplanation, merge: Explanation) -> str:
 
 
 def _cells(one: TensorExplanation, count: int) -> Iterator[Child]:
-    shares = _of_experts(one.experts)
+    shares = experts_in(one.experts)
     for share in shares:
-        out = _out(share)
+        out = left_out(share)
         told = _used(share)
         yield tag("span", told, more(f"{out} left out")) if out else told
     for _ in range(count - len(shares)):
@@ -341,15 +350,5 @@ def _cells(one: TensorExplanation, count: int) -> Iterator[Child]:
 
 def _used(share: ExpertShare) -> str | None:
     """Return how many of an expert's own blocks are used; None if it has none."""
-    used = share.chunks_read + share.chunks_shared
-    differ = used + share.chunks_below_threshold + _out(share)
+    used, differ = share.chunks_read + share.chunks_shared, differing(share)
     return f"{used} of {differ}" if differ else None
-
-
-def _out(share: ExpertShare) -> int:
-    return share.chunks_over_budget + share.chunks_outside_top_p
-
-
-def _of_experts(shares: Sequence[ExpertShare]) -> list[ExpertShare]:
-    """Return the shares without those of companions, which are in no element of the result."""
-    return [share for share in shares if share.role == EXPERT]

@@ -21,8 +21,8 @@ from mstore_pages import browse, site, snapshot
 from mstore_pages.browse import DirectoryEntry, MoveRow, RefRow
 from mstore_pages.card import MAX_CHARS
 from mstore_pages.document import served_policy
+from mstore_pages.gather import card_of, lineage_of
 from mstore_pages.site import Links, Place, below
-from mstore_pages.summary import card_of, lineage_of
 from mstore_serve import addresses
 from mstore_serve.addresses import Address, Query, SnapshotName
 from mstore_serve.face import Refusal

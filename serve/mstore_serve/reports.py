@@ -23,8 +23,8 @@ from mstore.terms.errors import BadRequest, Conflict, Incompatible
 from mstore.terms.ids import SnapshotId
 from mstore.terms.report import Progress
 from mstore_pages import report, site
+from mstore_pages.gather import LINEAGE_SHOWN, comparison_summary, snapshot_summary
 from mstore_pages.site import Links
-from mstore_pages.summary import LINEAGE_SHOWN, comparison_summary, snapshot_summary
 from mstore_serve import addresses
 from mstore_serve.addresses import Query, SnapshotName
 from mstore_serve.documents import encoded

@@ -52,20 +52,20 @@ def report(
     what changed, weights are read, as `compare` and `blame` read them. With --json, the numbers are
     printed, and the page is written only with -o.
     """
+    from mstore_pages import gather
     from mstore_pages import report as pages
-    from mstore_pages import summary
 
     names = [revision] if other is None else [revision, other]
     signers = trusted_signers(None)
     told: SnapshotSummary | ComparisonSummary
     with session.open() as store, session.progress() as tick:
         if other is None:
-            told = summary.snapshot_summary(
+            told = gather.snapshot_summary(
                 store, revision, measure=not quick, signers=signers, threads=threads, progress=tick
             )
             text = pages.snapshot_page(told, session.typed)
         else:
-            told = summary.comparison_summary(
+            told = gather.comparison_summary(
                 store,
                 revision,
                 other,

@@ -1,0 +1,362 @@
+"""What stands in the sections of a page: tables, and pictures beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mstore.terms.phrases import Text
+from mstore.terms.report import utc
+from mstore.terms.sizes import format_size
+from mstore_pages import curve, figures, lineage
+from mstore_pages.curve import BudgetPoint
+from mstore_pages.document import Cell, bar, details, scroll, table
+from mstore_pages.figures import COSINES, SIGNED, brief, counted, number, percent
+from mstore_pages.markup import Child, Markup, join, tag
+
+if TYPE_CHECKING:
+    from mstore.api.reports import (
+        ComparedPart,
+        NoteReport,
+        PlanReport,
+        ReuseReport,
+        SnapshotReport,
+        SweepReport,
+    )
+    from mstore_pages.summary import (
+        Ancestor,
+        ChangedTensor,
+        ComparisonSummary,
+        SnapshotSummary,
+    )
+
+Typed = Callable[[Text], str]
+FILES_SHOWN = 60
+
+
+def ancestry(found: Sequence[Ancestor], *chosen: str, complete: bool) -> Iterator[Markup]:
+    nodes = [
+        lineage.node_of(one.snapshot, one.licence, is_chosen=str(one.snapshot.snapshot) in chosen)
+        for one in found
+    ]
+    yield scroll("Lineage", lineage.draw(nodes))
+    if not complete:
+        yield tag("p", f"Older snapshots than these {len(found)} are not shown.", class_="caption")
+    names = {str(one.snapshot.snapshot): _named(one.snapshot) for one in found}
+    rows = []
+    for one in found:
+        shown = one.snapshot
+        parents = [
+            f"{parent.role} {names.get(str(parent.snapshot), parent.snapshot.short)}"
+            for parent in shown.parents
+        ]
+        rows.append(
+            (
+                _named(shown),
+                Cell(shown.snapshot.short, "name"),
+                lineage.how(shown),
+                "; ".join(parents) or figures.DASH,
+                one.licence or figures.DASH,
+                shown.author or figures.DASH,
+                lineage.signed(shown.signatures) or figures.DASH,
+                utc(shown.time_ns) if shown.time_ns else figures.DASH,
+            )
+        )
+    columns = [
+        ("Name", "name"),
+        ("Snapshot", ""),
+        ("How", ""),
+        ("Made from", ""),
+        ("Licence", ""),
+        ("Author", ""),
+        ("Signed", ""),
+        ("Made (UTC)", ""),
+    ]
+    yield details("The lineage as a table", table("Snapshots, the newest first", columns, rows))
+
+
+def _named(shown: SnapshotReport) -> str:
+    return ", ".join(shown.refs) or shown.snapshot.short
+
+
+def experts(summary: SnapshotSummary, typed: Typed) -> Iterator[Markup]:
+    columns = [
+        ("Expert", "name"),
+        ("Weight", "n"),
+        ("Change", "n"),
+        ("Share", "n"),
+        ("Used", "n"),
+        ("", ""),
+        ("Left out for limits", "n"),
+        ("Equal to base", "n"),
+    ]
+    rows: list[Sequence[Child | Cell]] = []
+    for n, one in enumerate(summary.experts, 1):
+        every = one.chunks or 1
+        used, out = one.chunks_used / every, one.chunks_left_out / every
+        equal = one.chunks_equal_base / ((one.chunks + one.chunks_equal_base) or 1)
+        rows.append(
+            (
+                Cell(f"{n} {one.expert}", "name", n),
+                Cell(number(one.weight), "", one.weight),
+                Cell(percent(one.change), "", one.change),
+                Cell(percent(one.share), "", one.share),
+                Cell(f"{one.chunks_used} of {one.chunks}", "", used),
+                bar(used, out),
+                Cell(percent(out), "", out),
+                Cell(percent(equal), "", equal),
+            )
+        )
+    yield table(
+        "Experts: blocks that differ from the base's, and how many the merge used",
+        columns,
+        rows,
+        sortable=True,
+    )
+    why = summary.gaps.get("shares")
+    if why is not None:
+        yield tag("p", f"Shares are not known: {typed(why)}.", class_="gap")
+    if any(share is not None for one in summary.layers for share in one.shares):
+        yield tag("h3", "Share of each expert, by layer")
+        yield _layer_table(summary)
+
+
+def _layer_table(summary: SnapshotSummary) -> Markup:
+    names = [one.expert for one in summary.experts]
+    heads = [tag("th", "layer", scope="col")]
+    heads += [tag("th", one, scope="col") for one in ("largest", "left out")]
+    heads += [tag("th", tag("abbr", n, title=name), scope="col") for n, name in enumerate(names, 1)]
+    lines = []
+    for layer in summary.layers:
+        known = [(one, -n) for n, one in enumerate(layer.shares) if one is not None]
+        best = -max(known)[1] if known else None
+        told = figures.DASH if best is None else f"{best + 1} {names[best]}"
+        out = [one for one in layer.left_out if one is not None]
+        cells = [
+            tag("td", told, class_="largest"),
+            tag("td", _whole(sum(out) / len(out) if out else None)),
+            *(tag("td", _whole(one), class_=SIGNED.class_of(one)) for one in layer.shares),
+        ]
+        lines.append(tag("tr", tag("th", layer.layer, scope="row"), *cells))
+    return _grid(
+        "Experts by layer",
+        "In percent; columns are the experts by the numbers of the table above. Left out: the part "
+        "of the blocks that differ from the base's, as the mean of the experts.",
+        heads,
+        lines,
+    )
+
+
+def _grid(label: str, caption: str, heads: Sequence[Markup], lines: Sequence[Markup]) -> Markup:
+    """Return a table of coloured numbers; its caption stands above it, as wide as the page."""
+    head, body = tag("thead", tag("tr", *heads)), tag("tbody", *lines)
+    inside = tag("table", head, body, class_="grid-table")
+    return join([tag("p", caption, class_="caption"), scroll(label, inside, is_long=True)])
+
+
+def _whole(share: float | None) -> str:
+    """Return a share as whole percent, without the sign."""
+    return figures.DASH if share is None else f"{100 * share:.0f}".replace("-0", "0")
+
+
+def budgets(sweep: SweepReport, plan: PlanReport) -> Iterator[Markup]:
+    points = [
+        BudgetPoint(
+            one.planned_expert_bytes, one.error_bound, one.error_estimate, one.measured_error
+        )
+        for one in sweep.points
+    ]
+    chosen = BudgetPoint(plan.planned_expert_bytes, plan.error_bound, plan.error_estimate)
+    title = f"{sweep.method} of {counted(len(sweep.experts), 'expert')} into {sweep.base}"
+    yield scroll("Budget and error", curve.draw(points, title, chosen))
+    yield tag(
+        "p",
+        "Further right reads more, lower is nearer to the full merge. The ring is this merge.",
+        class_="caption",
+    )
+    rows = [
+        (
+            percent(one.share),
+            format_size(one.planned_expert_bytes),
+            percent(one.error_bound),
+            percent(one.error_estimate),
+            percent(one.error_share_estimate),
+        )
+        for one in sweep.points
+    ]
+    columns = [
+        ("Budget", "n"),
+        ("Read from experts", "n"),
+        ("Certified bound", "n"),
+        ("Estimate", "n"),
+        ("Part of the change that is lost", "n"),
+    ]
+    yield details("The curve as a table", table("Errors by budget", columns, rows))
+
+
+def tensors(tensors: Sequence[ChangedTensor]) -> Markup:
+    has_expert = any(one.expert is not None for one in tensors)
+    columns = [
+        ("Tensor", "name"),
+        ("Change", "n"),
+        ("Type", ""),
+        ("Shape", "n"),
+        *([("Blocks changed", "n")] if any(one.blocks is not None for one in tensors) else []),
+        *([("Largest share", "n"), ("Expert", "name")] if has_expert else []),
+    ]
+    rows = []
+    for one in tensors:
+        row: list[Child | Cell] = [
+            Cell(one.name, "name"),
+            Cell(percent(one.change), "n", one.change),
+            one.dtype or figures.DASH,
+            Cell(shape_of(one.shape), "n", None if one.shape is None else math.prod(one.shape)),
+        ]
+        if one.blocks is not None:
+            row.append(Cell(f"{one.blocks_changed} of {one.blocks}", "n", one.blocks_changed))
+        elif any(other.blocks is not None for other in tensors):
+            row.append(figures.DASH)
+        if has_expert:
+            row += [Cell(percent(one.share), "n", one.share), one.expert or figures.DASH]
+        rows.append(row)
+    return table("The largest change first", columns, rows, sortable=True)
+
+
+def shape_of(shape: Sequence[int] | None) -> str:
+    """Return the shape of a tensor; None: a dash."""
+    if shape is None:
+        return figures.DASH
+    return f" {figures.TIMES} ".join(map(str, shape)) or "scalar"
+
+
+def similarity(part: ComparedPart) -> Iterator[Markup]:
+    names = [one.model for one in part.models]
+    known = {frozenset((pair.a, pair.b)): pair for pair in part.pairs}
+    heads = [tag("th", "model", scope="col")]
+    heads += [tag("th", tag("abbr", n, title=name), scope="col") for n, name in enumerate(names, 1)]
+    lines = []
+    for n, one in enumerate(names):
+        cells = []
+        for k, other in enumerate(names):
+            pair = known.get(frozenset((one, other)))
+            cosine = 1.0 if n == k else pair.cosine if pair else None
+            mark = "~" if n != k and pair and pair.deviation else ""
+            told = figures.DASH if cosine is None else f"{mark}{COSINES.told(cosine)}"
+            cells.append(tag("td", told, class_=COSINES.class_of(cosine)))
+        lines.append(tag("tr", tag("th", f"{n + 1} {one}", scope="row"), *cells))
+    deviations = [pair.deviation for pair in part.pairs if pair.deviation]
+    caption = "Columns are the models by their numbers."
+    if deviations:
+        caption += (
+            " ~ marks an estimate from statistics, whose standard deviation is at most "
+            f"{max(deviations):.2g}."
+        )
+    yield _grid("Cosines", caption, heads, lines)
+
+
+def blocks(blocks: ReuseReport, shown: SnapshotReport) -> Iterator[Markup]:
+    whole = blocks.stored_bytes or 1
+    rows: list[Sequence[Child | Cell]] = []
+    for one in (one for one in blocks.reused if one.blocks):
+        name = ", ".join(one.parent.refs) or one.parent.snapshot.short
+        rows.append(
+            (
+                f"from the {one.parent.role} {name}",
+                Cell(one.blocks, "n"),
+                Cell(format_size(one.stored_bytes), "n"),
+                bar(one.stored_bytes / whole),
+            )
+        )
+    rows.append(
+        (
+            "new: in no parent",
+            Cell(blocks.new_blocks, "n"),
+            Cell(format_size(blocks.new_bytes), "n"),
+            bar(blocks.new_bytes / whole),
+        )
+    )
+    columns = [("Origin", ""), ("Blocks", "n"), ("Stored", "n"), ("Part of all", "")]
+    yield table(
+        f"{counted(blocks.blocks, 'different block')}, {format_size(blocks.stored_bytes)} stored, "
+        f"for {format_size(shown.plain_bytes)} of files",
+        columns,
+        rows,
+    )
+    if blocks.codecs:
+        yield table(
+            "How blocks are stored",
+            [("Codec", ""), ("Blocks", "n"), ("Plain", "n"), ("Stored", "n"), ("Ratio", "n")],
+            [
+                (
+                    one.codec,
+                    one.blocks,
+                    format_size(one.plain_bytes),
+                    format_size(one.stored_bytes),
+                    percent(one.stored_bytes / one.plain_bytes)
+                    if one.plain_bytes
+                    else figures.DASH,
+                )
+                for one in blocks.codecs
+            ],
+        )
+    if blocks.tensors_computed:
+        computed = counted(blocks.tensors_computed, "tensor")
+        yield tag("p", f"{computed} of this virtual merge are computed on read.", class_="caption")
+    if blocks.blocks_not_here:
+        away = counted(blocks.blocks_not_here, "block")
+        yield tag("p", f"{away} of it are not stored here.", class_="caption")
+
+
+def notes(shown: SnapshotReport) -> Iterator[Markup]:
+    if not shown.notes:
+        return
+    columns = [
+        ("Key", "name"),
+        ("Kind", ""),
+        ("Value", ""),
+        ("By", ""),
+        ("Signed", ""),
+        ("When (UTC)", ""),
+    ]
+    rows = [
+        (
+            one.key,
+            one.kind,
+            _value(one),
+            one.author or figures.DASH,
+            lineage.signed(one.signatures) or figures.DASH,
+            utc(one.time_ns),
+        )
+        for one in shown.notes
+    ]
+    yield table("What was noted about this snapshot since it was made", columns, rows)
+
+
+def _value(note: NoteReport) -> Markup:
+    return tag("code", brief(note.value))
+
+
+def recipe(text: str) -> Iterator[Markup]:
+    yield tag("button", "Copy", type="button", data_of="recipe-text", hidden=True)
+    yield tag("pre", tag("code", text, id="recipe-text"), tabindex="0", aria_label="Recipe")
+
+
+def _size(size: int | None) -> str:
+    return figures.DASH if size is None else format_size(size)
+
+
+def files(summary: ComparisonSummary) -> Markup:
+    found = summary.diff.files
+    rows = [
+        (one.path, one.status, _size(one.size_a), _size(one.size_b)) for one in found[:FILES_SHOWN]
+    ]
+    more = len(found) - FILES_SHOWN
+    caption = "Files" if more <= 0 else f"The first {FILES_SHOWN} files; {more} more differ"
+    columns = [
+        ("File", "name"),
+        ("Status", ""),
+        (f"Size in {summary.name_a}", "n"),
+        (f"Size in {summary.name_b}", "n"),
+    ]
+    return table(caption, columns, rows)

@@ -1,0 +1,153 @@
+"""The first lines of a page: what was made, at which cost, and how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mstore.store.objects.note import EVALUATION, VERDICT
+from mstore.terms.sizes import format_size
+from mstore_pages import figures, lineage
+from mstore_pages.figures import brief, counted, number, percent
+from mstore_pages.markup import Child, Markup, escaped, tag
+
+if TYPE_CHECKING:
+    from mstore.api.reports import PlanReport
+    from mstore_pages.summary import ComparisonSummary, SnapshotSummary
+
+
+def verdict(summary: SnapshotSummary) -> Iterator[Child]:
+    """Yield what was made, at which cost, and how good it is, in sentences."""
+    shown, plan = summary.snapshot, summary.plan
+    if plan is None:
+        yield _told_made(summary)
+    elif plan.layers:
+        yield f"A stack of layers of {counted(len(plan.experts) + 1, 'model')}, as they are."
+    else:
+        kind = "A virtual merge" if shown.virtual else "A merge"
+        yield f"{kind} of {counted(len(plan.experts), 'expert')} into {plan.base} by {plan.method}"
+        if plan.budget_bytes is None and plan.max_error is None:
+            yield ", without a budget."
+        else:
+            full = plan.full_expert_bytes
+            yield (
+                f" that read {percent(plan.planned_expert_bytes / full if full else 0)} of the "
+                f"experts: {_unbroken(plan.planned_expert_bytes)} of {_unbroken(full)}."
+            )
+        yield f" {_error(plan)}"
+    evaluations = [one for one in shown.notes if one.kind == EVALUATION]
+    verdicts = [one for one in shown.notes if one.kind == VERDICT]
+    for one in verdicts:
+        yield f" Verdict {one.key}: {brief(one.value)}."
+    if evaluations:
+        yield f" {counted(len(evaluations), 'evaluation')} noted."
+    elif not verdicts:
+        yield " No evaluation is noted."
+    if summary.warnings:
+        yield " "
+        yield tag("a", counted(len(summary.warnings), "warning"), href="#warnings", class_="flag")
+        yield "."
+
+
+def _unbroken(size: int) -> str:
+    """Return a size that no line of a sentence breaks."""
+    return format_size(size).replace(" ", figures.NO_BREAK)
+
+
+def _told_made(summary: SnapshotSummary) -> str:
+    shown = summary.snapshot
+    size = f"{format_size(shown.plain_bytes)} in {counted(shown.tensors, 'tensor')}"
+    made = {"add": "A checkpoint that was added"}.get(shown.made, f"Made by {shown.made}")
+    if summary.base is None:
+        return f"{made}: {size}. Its lineage names no base."
+    change = ""
+    if summary.change is not None:
+        change = f" It differs from its base by {percent(summary.change)} of the base's norm."
+    return f"{made}, with the base {summary.base}: {size}.{change}"
+
+
+def _error(plan: PlanReport) -> str:
+    if plan.error_bound == 0 or plan.error_estimate == 0:
+        return "Nothing that matters was left out: it is the full merge."
+    if plan.error_bound is not None:
+        return (
+            f"It is at most {percent(plan.error_bound)} of the base's norm away from the full "
+            "merge: a certified bound."
+        )
+    if plan.error_estimate is not None:
+        return (
+            f"It is about {percent(plan.error_estimate)} of the base's norm away from the full "
+            "merge: an estimate, no bound."
+        )
+    return "How far it is from the full merge is not known."
+
+
+def verdict_tiles(summary: SnapshotSummary) -> Iterator[tuple[str, Child, Child]]:
+    plan, shown = summary.plan, summary.snapshot
+    if plan is not None:
+        yield "Method", _breaking(plan.method), _parameters(plan)
+        if not plan.layers:
+            budget = "none" if plan.budget_bytes is None else format_size(plan.budget_bytes)
+            if plan.budget_bytes is None and plan.max_error is not None:
+                budget = f"error ≤ {percent(plan.max_error)}"
+            yield "Budget", budget, f"read {format_size(plan.planned_expert_bytes)} of experts"
+            kind, error = (
+                ("certified bound", plan.error_bound)
+                if plan.error_bound is not None
+                else ("estimate", plan.error_estimate)
+            )
+            about = "≤" if kind == "certified bound" else "~"
+            told = "not known" if error is None else f"{about} {percent(error)}"
+            if error == 0:
+                told = "none"
+            yield "Error", told, None if error is None else f"{kind}, of the base's norm"
+    else:
+        yield "Size", format_size(shown.plain_bytes), counted(shown.files, "file")
+    if summary.change is not None:
+        yield "Change", percent(summary.change), "of the base's norm"
+    if summary.experts and any(one.share is not None for one in summary.experts):
+        first = max(summary.experts, key=lambda one: one.share or 0.0)
+        yield "Largest share", percent(first.share), first.expert
+    if summary.blocks is not None and summary.blocks.blocks:
+        blocks = summary.blocks
+        yield (
+            "New on the disk",
+            format_size(blocks.new_bytes),
+            f"{blocks.blocks - blocks.new_blocks} of {counted(blocks.blocks, 'block')} reused",
+        )
+    signatures = lineage.signed(shown.signatures) if shown.signatures else "none"
+    yield "Signed", signatures, f"by {shown.author}" if shown.author else None
+
+
+def _breaking(name: str) -> Markup:
+    """Return a name that may break behind its underscores."""
+    return Markup("_<wbr>".join(map(escaped, name.split("_"))))
+
+
+def _parameters(plan: PlanReport) -> str:
+    return ", ".join(f"{name} {brief(value)}" for name, value in plan.parameters.items())
+
+
+def difference(summary: ComparisonSummary) -> Iterator[Child]:
+    diff = summary.diff
+    if not diff.files and not diff.tensors:
+        yield "They have the same content."
+        return
+    yield f"{counted(len(diff.tensors), 'tensor')} and {counted(len(diff.files), 'file')} differ."
+    if summary.change is not None:
+        yield (
+            f" In the tensors of both, {summary.name_b} differs from {summary.name_a} by "
+            f"{percent(summary.change)} of its norm."
+        )
+    if summary.similarity is not None and summary.similarity.whole.pairs:
+        pair = summary.similarity.whole.pairs[0]
+        yield f" Both have one base; the cosine of their changes is {number(pair.cosine)}."
+
+
+def difference_tiles(summary: ComparisonSummary) -> Iterator[tuple[str, Child, Child]]:
+    diff = summary.diff
+    yield "Change", percent(summary.change), f"of the norm of {summary.name_a}"
+    yield "Tensors that differ", len(diff.tensors), f"{diff.tensors_equal} are equal"
+    yield "Files that differ", len(diff.files), f"{diff.files_equal} are equal"
+    share = diff.blocks_changed / diff.blocks_total if diff.blocks_total else None
+    yield "Blocks that differ", percent(share), f"{diff.blocks_changed} of {diff.blocks_total}"
