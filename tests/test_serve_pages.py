@@ -247,6 +247,7 @@ def test_only_the_own_style_and_script_run(server: Served) -> None:
         assert answer.headers["content-security-policy"].startswith(f"{meta};")
 
 
+@pytest.fixture(scope="module")
 def crawled(server: Served) -> dict[str, Answer]:
     """Every page that links lead to from `/`, and every address that they name."""
     found: dict[str, Answer] = {}
@@ -268,9 +269,9 @@ def crawled(server: Served) -> dict[str, Answer]:
     return found
 
 
-def test_every_link_leads_somewhere(server: Served) -> None:
+def test_every_link_leads_somewhere(crawled: dict[str, Answer]) -> None:
     """From `/`, links lead to everything, and to nothing that is not there."""
-    found = crawled(server)
+    found = crawled
     assert {path: one.status for path, one in found.items() if one.status != 200} == {}
     bytes_of = {path for path, one in found.items() if not is_page(one)}
     tensors = [path for path in bytes_of if "/tensors/" in path]
@@ -281,9 +282,9 @@ def test_every_link_leads_somewhere(server: Served) -> None:
         assert any(path.partition("?")[0].endswith(wanted) for path in found), wanted
 
 
-def test_hostile_names_stay_text(server: Served) -> None:
+def test_hostile_names_stay_text(crawled: dict[str, Answer]) -> None:
     """No page has an element, attribute or address that came from a name, a message or a card."""
-    for path, answer in crawled(server).items():
+    for path, answer in crawled.items():
         if not is_page(answer):
             continue
         tags = Tags(text(answer))
