@@ -20,7 +20,7 @@ from mstore_pages.site import (
     Column,
     Links,
     Paged,
-    Place,
+    SnapshotPath,
     cut,
     linked,
     listing,
@@ -255,7 +255,9 @@ class DirectoryEntry(msgspec.Struct, frozen=True):
     link: str
 
 
-def directory_page(links: Links, place: Place, path: str, entries: Iterable[DirectoryEntry]) -> str:
+def directory_page(
+    links: Links, place: SnapshotPath, path: str, entries: Iterable[DirectoryEntry]
+) -> str:
     """Return the page of a directory; path: empty for the top."""
     lines: list[Sequence[Child]] = [] if not path else [(tag("a", "../", href="../"), None)]
     lines += [

@@ -44,7 +44,7 @@ class Links(msgspec.Struct, frozen=True):
         return self.at(f"snapshots/{id}")
 
 
-class Place(msgspec.Struct, frozen=True):
+class SnapshotPath(msgspec.Struct, frozen=True):
     """Where a page shows a snapshot: its path below the root, and what it is called there."""
 
     path: str

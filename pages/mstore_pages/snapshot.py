@@ -25,7 +25,7 @@ from mstore_pages.site import (
     Column,
     Links,
     Paged,
-    Place,
+    SnapshotPath,
     below,
     linked,
     listing,
@@ -67,7 +67,7 @@ class ShownSnapshot(msgspec.Struct, frozen=True):
     """refs that it may be compared with"""
 
 
-def snapshot_page(links: Links, place: Place, shown: ShownSnapshot) -> str:
+def snapshot_page(links: Links, place: SnapshotPath, shown: ShownSnapshot) -> str:
     """Return the page of a snapshot."""
     one = shown.snapshot
     return page(
@@ -105,7 +105,7 @@ def snapshot_page(links: Links, place: Place, shown: ShownSnapshot) -> str:
     )
 
 
-def _kind(one: SnapshotReport, place: Place) -> Child:
+def _kind(one: SnapshotReport, place: SnapshotPath) -> Child:
     others = [name for name in one.refs if name != place.name]
     return f"also {', '.join(others[:3])}" if others else one.snapshot.short
 
@@ -124,7 +124,7 @@ def _tiles(one: SnapshotReport) -> Iterator[tuple[str, Child, Child]]:
     yield "Signed", signed(one.signatures) if one.signatures else "none", None
 
 
-def _ways(links: Links, place: Place, shown: ShownSnapshot) -> Iterator[tuple[str, str]]:
+def _ways(links: Links, place: SnapshotPath, shown: ShownSnapshot) -> Iterator[tuple[str, str]]:
     one = shown.snapshot
     if not one.pruned:
         yield "Report", links.at(f"{place.path}/report")
@@ -160,7 +160,7 @@ def _made_from(links: Links, one: SnapshotReport) -> Markup | None:
     return tag("section", tag("h2", "Made from"), tag("p", found)) if found else None
 
 
-def _files(links: Links, place: Place, files: Sequence[FileReport]) -> Markup:
+def _files(links: Links, place: SnapshotPath, files: Sequence[FileReport]) -> Markup:
     rows = (
         (
             tag("a", shortened(one.path), href=_file(links, place, one)),
@@ -181,12 +181,12 @@ def _files(links: Links, place: Place, files: Sequence[FileReport]) -> Markup:
     )
 
 
-def _file(links: Links, place: Place, one: FileReport) -> str:
+def _file(links: Links, place: SnapshotPath, one: FileReport) -> str:
     return links.at(f"{place.path}/files/{below(*one.path.split('/'))}")
 
 
 def tensors_page(
-    links: Links, place: Place, tensors: Sequence[TensorReport], at: Paged, query: str
+    links: Links, place: SnapshotPath, tensors: Sequence[TensorReport], at: Paged, query: str
 ) -> str:
     """Return a page of the tensors of a snapshot.  query: what was looked for."""
     path = f"{place.path}/tensors/"
@@ -226,7 +226,7 @@ def tensors_page(
 
 def plan_page(
     links: Links,
-    place: Place,
+    place: SnapshotPath,
     merge: Explanation,
     tensors: Sequence[TensorExplanation],
     at: Paged,

@@ -22,7 +22,7 @@ from mstore_pages.browse import DirectoryEntry, MoveRow, RefRow
 from mstore_pages.card import MAX_CHARS
 from mstore_pages.document import served_policy
 from mstore_pages.gather import card_of, lineage_of
-from mstore_pages.site import Links, Place, below
+from mstore_pages.site import Links, SnapshotPath, below
 from mstore_serve import addresses
 from mstore_serve.addresses import Address, Query, SnapshotName
 from mstore_serve.face import Refusal
@@ -179,7 +179,7 @@ class StorePages:
             return Elsewhere(addresses.elsewhere(raw, id.hex()))
         return _later(draw, id, placed(place, id), *given)
 
-    def _snapshot(self, id: SnapshotId, place: Place, links: Links) -> str:
+    def _snapshot(self, id: SnapshotId, place: SnapshotPath, links: Links) -> str:
         signers = self._reader.signers
         shown = self._store.show(id, signers=signers)
         lineage, complete = lineage_of(self._store, id, signers)
@@ -197,13 +197,13 @@ class StorePages:
         )
         return snapshot.snapshot_page(links, place, told)
 
-    def _tensors(self, id: SnapshotId, place: Place, links: Links, query: Query) -> str:
+    def _tensors(self, id: SnapshotId, place: SnapshotPath, links: Links, query: Query) -> str:
         every = self._store.tensors(id)
         found = _found(every, query)
         part, at = site.paged(found, len(every), query.page)
         return snapshot.tensors_page(links, place, found[part], at, query.q)
 
-    def _plan(self, id: SnapshotId, place: Place, links: Links, query: Query) -> str:
+    def _plan(self, id: SnapshotId, place: SnapshotPath, links: Links, query: Query) -> str:
         merge = merge_of(self._store, id)
         found = _found(merge.tensors, query)
         part, at = site.paged(found, len(merge.tensors), query.page)
@@ -228,11 +228,11 @@ class StorePages:
         return _later(draw) if len(found.files) > SHORT else as_page(draw())
 
 
-def placed(place: SnapshotName, id: SnapshotId) -> Place:
+def placed(place: SnapshotName, id: SnapshotId) -> SnapshotPath:
     """Return where a snapshot is shown, and what it is called there."""
     if place.is_ref:
-        return Place(below("refs", *place.name.split("/"), "-"), place.name)
-    return Place(f"snapshots/{id}", id.short)
+        return SnapshotPath(below("refs", *place.name.split("/"), "-"), place.name)
+    return SnapshotPath(f"snapshots/{id}", id.short)
 
 
 class _Named(Protocol):
