@@ -30,7 +30,7 @@ from mstore import MergeRequest, Store
 from mstore.store.catalog import Catalog
 from mstore.store.view import SnapshotView
 from mstore.terms.errors import Corrupt, StorageFailed, Unavailable, Unreadable
-from mstore_serve import bodies, documents, shown
+from mstore_serve import bodies, documents, pages, shown
 from mstore_serve.bodies import Ahead, Body, Threads
 from mstore_serve.conditions import Validators, http_date
 from mstore_serve.ranges import Span
@@ -299,19 +299,24 @@ def test_documents(server: Served, root: Path) -> None:
     assert [one["name"] for one in tensors] == ["a", "zeros", "b"]
 
 
+def listed_links(answer: Answer) -> list[bytes]:
+    """The addresses in the table of a page, without those of the bar above."""
+    return re.findall(rb'href="([^"]*)"', answer.body.partition(b"<tbody>")[2])
+
+
 def test_directories(server: Served) -> None:
     """A directory is a page of relative links that lead to its entries, and JSON for who asks."""
     top = f"{of(server)}/files/"
     page = server.ask(top)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    links = re.findall(rb'href="([^"]*)"', page.body)
+    links = listed_links(page)
     assert b"sub/" in links
     assert all(server.ask(top + link.decode()).status == 200 for link in links)
     below = server.ask(f"{top}sub/deep/")
-    [up, only] = re.findall(rb'href="([^"]*)"', below.body)
+    [up, only] = listed_links(below)
     assert up == b"../"
     assert server.ask(f"{top}sub/deep/{only.decode()}").body == b"deep\n"
-    assert b"<b>" not in server.ask(f"{top}sub/").body
+    assert b"<b>" not in server.ask(f"{top}sub/").body.partition(b"<tbody>")[2]
     told = server.ask(f"{top}sub/", {"Accept": "application/json"})
     listed = document(told)
     keys_fit(listed, documents.DirectoryDocument)
@@ -844,7 +849,8 @@ def test_long_directories_are_made_like_documents(
     with served(root / "store") as server:
         paths = [f"{of(server)}/files/{path}" for path in ("", "sub/", "sub", "nothing")]
         found = [server.ask(path) for path in paths]
-        monkeypatch.setattr(shown, "_SHORT", 1)
+        monkeypatch.setattr(shown, "SHORT", 1)
+        monkeypatch.setattr(pages, "SHORT", 1)
         again = [server.ask(path) for path in paths]
     assert [(one.status, one.body) for one in found] == [(one.status, one.body) for one in again]
     assert [one.status for one in again] == [200, 200, 307, 404]

@@ -35,6 +35,7 @@ ADDRESSES: dict[str, type] = {
     "/snapshots/ID": documents.SnapshotDocument,
     "/snapshots/ID/files/": documents.DirectoryDocument,
     "/snapshots/ID/tensors/": documents.TensorsDocument,
+    "/reflog": documents.ReflogDocument,
     "an error": documents.ErrorDocument,
 }
 """The document of each address of `mstore serve`."""
@@ -151,7 +152,7 @@ def _link(word: str, heading: str = "") -> str:
 
 def of_documents() -> str:
     """Return the generated part of docs/serving.md: a list of keys for each document and object."""
-    objects = {word: OBJECTS[word] for word in ("ref", "tensor", "origin")} | SERVED
+    objects = {word: OBJECTS[word] for word in ("ref", "tensor", "origin", "move")} | SERVED
     sections = ADDRESSES | {f"Object: {word}": one for word, one in objects.items()}
     parts = [f"### {title}\n\n{listed(keys_of(one), 'object-')}" for title, one in sections.items()]
     return "\n".join(parts)

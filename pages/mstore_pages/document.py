@@ -1,7 +1,8 @@
 """The skeleton of a page: title, style, script, and a policy that lets nothing else load or run.
 
 The policy names one style and one script by their SHA-256, and images inside of the page; all else
-is refused, so there are no `style` attributes.  Pages from a file and from a server are the same.
+is refused, so there are no `style` attributes.  A page that a server shows has a bar of links above
+it, and its policy allows forms that the same server answers; else it is the page of a file.
 """
 
 from __future__ import annotations
@@ -9,20 +10,26 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.resources import files
 
 from mstore_pages import figures
 from mstore_pages.markup import Child, Markup, join, tag
 
 
-def page(title: str, *body: Child, foot: Child = None) -> str:
-    """Return a whole page of HTML.  title: of the window; foot: what stands below everything."""
-    style = Markup(figures.style() + _own("page.css"))
-    script = Markup(_own("script.js"))
+def page(title: str, *body: Child, foot: Child = None, top: Markup | None = None) -> str:
+    """Return a whole page of HTML.
+
+    title: of the window.  foot: what stands below everything.  top: what stands above everything on
+    a page that a server shows.
+    """
+    style, script = _style_and_script(is_served=top is not None)
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy(style, script)),
+        tag(
+            "meta", http_equiv="Content-Security-Policy", content=_policy(is_served=top is not None)
+        ),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="referrer", content="no-referrer"),
@@ -32,17 +39,32 @@ def page(title: str, *body: Child, foot: Child = None) -> str:
     skip = tag("a", "Skip to the content", class_="skip", href="#content")
     inside = tag("main", *body, id="content", tabindex="-1")
     footer = tag("footer", foot) if foot else None
-    wrapped = tag("div", inside, footer, class_="page")
+    wrapped = tag("div", top, inside, footer, class_="page")
     content = tag("body", skip, wrapped, tag("script", script))
     return join([Markup("<!DOCTYPE html>\n"), tag("html", head, content, lang="en"), Markup("\n")])
 
 
-def policy(style: str, script: str) -> str:
-    """Return the content security policy of a page with this style and this script."""
+@cache
+def _style_and_script(*, is_served: bool) -> tuple[Markup, Markup]:
+    style, script = figures.style() + _own("page.css"), _own("script.js")
+    if is_served:
+        style, script = style + _own("served.css"), script + _own("served.js")
+    return Markup(style), Markup(script)
+
+
+@cache
+def _policy(*, is_served: bool) -> str:
+    style, script = _style_and_script(is_served=is_served)
+    forms = "'self'" if is_served else "'none'"
     return (
         f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+        f"img-src data:; base-uri 'none'; form-action {forms}"
     )
+
+
+def served_policy() -> str:
+    """Return the content security policy that a server sends with every page."""
+    return f"{_policy(is_served=True)}; frame-ancestors 'none'"
 
 
 def _digest(text: str) -> str:

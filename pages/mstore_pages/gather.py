@@ -131,14 +131,17 @@ def snapshot_summary(
     signers: Mapping[bytes, str] | None = None,
     threads: int | None = None,
     progress: ProgressCallback | None = None,
+    name: str | None = None,
 ) -> SnapshotSummary:
     """Gather what the page of a snapshot shows.
 
     measure: read weights for what no statistics tell, and for the shares of experts, as `compare`
-    and `blame` do; else nothing is read.  signers: as for `Store.log`.
+    and `blame` do; else nothing is read.  signers: as for `Store.log`.  name: what the page calls
+    it; None: the revision.
 
     Raises NotFound, BadName.
     """
+    called = str(revision) if name is None else name
     ask = _Gatherer(store, threads, progress, measure=measure)
     shown = store.show(revision, signers=signers)
     lineage, complete = ask.lineage([shown.snapshot], signers)
@@ -157,9 +160,9 @@ def snapshot_summary(
     else:
         compared = ask.compare("change", base, [str(shown.snapshot), *experts], "part")
         whole = compared and ask.compare("tensors", base, [str(shown.snapshot)], "tensor")
-    tables = _Tables(str(revision), shown, experts, compared, merge, blame)
+    tables = _Tables(called, shown, experts, compared, merge, blame)
     return SnapshotSummary(
-        name=str(revision),
+        name=called,
         snapshot=shown,
         lineage=lineage,
         lineage_complete=complete,
@@ -348,12 +351,12 @@ class _Tables:
         """By cell: the share of each expert's own chunks that was left out."""
         sums: dict[str, list[tuple[int, int]]] = {}
         for one in self._merge.tensors if self._merge else ():
-            shares = _experts_in(one.experts)
+            shares = experts_in(one.experts)
             if shares and one.tied_to is None:
                 cell = self._cell_of[one.name]
                 own = sums.get(cell, [(0, 0)] * len(shares))
                 sums[cell] = [
-                    (out + _out(share), all_ + _differing(share))
+                    (out + left_out(share), all_ + differing(share))
                     for (out, all_), share in zip(own, shares, strict=True)
                 ]
         return {
@@ -368,10 +371,10 @@ class _Tables:
         shares = {one.name: one.experts for one in self._blame.layers} if self._blame else {}
         found = []
         for layer in self._merge.layers:
-            experts = _experts_in(layer.experts)
+            experts = experts_in(layer.experts)
             own = shares.get(layer.name)
             told = tuple(one.share for one in own) if own else (None,) * len(experts)
-            out = tuple(_out(one) / n if (n := _differing(one)) else None for one in experts)
+            out = tuple(left_out(one) / n if (n := differing(one)) else None for one in experts)
             if any(one is not None for one in (*told, *out)):
                 found.append(LayerShare(layer.name, told, out))
         return tuple(found)
@@ -391,13 +394,13 @@ class _Tables:
                 weight=one.weight if one.weight is not None else 0.0,
                 change=changes.get(revisions[number]),
                 share=_at(shares, number),
-                chunks=_differing(one),
+                chunks=differing(one),
                 chunks_used=one.chunks_read + one.chunks_shared,
                 chunks_below_threshold=one.chunks_below_threshold,
-                chunks_left_out=_out(one),
+                chunks_left_out=left_out(one),
                 chunks_equal_base=one.chunks_equal_base,
             )
-            for number, one in enumerate(_experts_in(self._merge.experts))
+            for number, one in enumerate(experts_in(self._merge.experts))
         )
 
     def similarity(self) -> ComparedPart | None:
@@ -419,18 +422,20 @@ def _at(values: Sequence[float | None] | None, number: int) -> float | None:
     return values[number] if values and number < len(values) else None
 
 
-def _experts_in(shares: Sequence[ExpertShare]) -> list[ExpertShare]:
+def experts_in(shares: Sequence[ExpertShare]) -> list[ExpertShare]:
     """Return the shares without those of companions, which are in no element of the result."""
     return [share for share in shares if share.role == EXPERT]
 
 
-def _out(share: ExpertShare) -> int:
+def left_out(share: ExpertShare) -> int:
+    """Return how many chunks were left out for a limit."""
     return share.chunks_over_budget + share.chunks_outside_top_p
 
 
-def _differing(share: ExpertShare) -> int:
+def differing(share: ExpertShare) -> int:
+    """Return how many chunks differ from the base's."""
     used = share.chunks_read + share.chunks_shared
-    return used + share.chunks_below_threshold + _out(share)
+    return used + share.chunks_below_threshold + left_out(share)
 
 
 def _most_changed(
@@ -508,3 +513,30 @@ def _warnings(
     if compared is not None:
         found += compared.remarks
     return tuple(dict.fromkeys(found))
+
+
+def lineage_of(
+    store: Store, revision: Revision, signers: Mapping[bytes, str] | None = None
+) -> tuple[tuple[Ancestor, ...], bool]:
+    """Return a snapshot and what it was made from, and whether that is the whole lineage.
+
+    signers: as for `Store.log`.
+
+    Raises NotFound, BadName.
+    """
+    return _Gatherer(store, None, None, measure=False).lineage([revision], signers)
+
+
+def card_of(store: Store, revision: Revision, most: int) -> str | None:
+    """Return the beginning of a model card, `most` bytes and a block at most; None without one.
+
+    Raises NotFound, BadName, Corrupt, StorageFailed.
+    """
+    if CARD not in {one.path for one in store.files(revision)}:
+        return None
+    card = bytearray()
+    for piece in store.read_file(revision, CARD):
+        card += piece
+        if len(card) > most:
+            break
+    return card.decode(errors="replace")

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from mstore_pages.summary import ComparisonSummary, SnapshotSummary
 
 
-def snapshot_page(summary: SnapshotSummary, typed: Typed = str) -> str:
-    """Return the page of a snapshot.  typed: formats a text of the library for its reader."""
+def snapshot_page(summary: SnapshotSummary, typed: Typed = str, top: Markup | None = None) -> str:
+    """Return the page of a snapshot.
+
+    typed: formats a text of the library for its reader.  top: of a page that a server shows.
+    """
     parts = list(_parts(summary, typed))
     shown = summary.snapshot
     return page(
@@ -34,10 +37,13 @@ def snapshot_page(summary: SnapshotSummary, typed: Typed = str) -> str:
         heatmap.hatch(),
         *(part for _, _, part in parts),
         foot=f"Snapshot {shown.snapshot}. Content {shown.manifest}.",
+        top=top,
     )
 
 
-def comparison_page(summary: ComparisonSummary, typed: Typed = str) -> str:
+def comparison_page(
+    summary: ComparisonSummary, typed: Typed = str, top: Markup | None = None
+) -> str:
     """Return the page of two snapshots; arguments as for `snapshot_page`."""
     parts = list(_comparison_parts(summary, typed))
     return page(
@@ -50,6 +56,7 @@ def comparison_page(summary: ComparisonSummary, typed: Typed = str) -> str:
         heatmap.hatch(),
         *(part for _, _, part in parts),
         foot=f"Snapshots {summary.a.snapshot} and {summary.b.snapshot}.",
+        top=top,
     )
 
 

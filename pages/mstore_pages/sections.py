@@ -211,7 +211,7 @@ def tensors(tensors: Sequence[ChangedTensor]) -> Markup:
             Cell(one.name, "name"),
             Cell(percent(one.change), "n", one.change),
             one.dtype or figures.DASH,
-            Cell(_shape(one.shape), "n", None if one.shape is None else math.prod(one.shape)),
+            Cell(shape_of(one.shape), "n", None if one.shape is None else math.prod(one.shape)),
         ]
         if one.blocks is not None:
             row.append(Cell(f"{one.blocks_changed} of {one.blocks}", "n", one.blocks_changed))
@@ -223,7 +223,8 @@ def tensors(tensors: Sequence[ChangedTensor]) -> Markup:
     return table("The largest change first", columns, rows, sortable=True)
 
 
-def _shape(shape: Sequence[int] | None) -> str:
+def shape_of(shape: Sequence[int] | None) -> str:
+    """Return the shape of a tensor; None: a dash."""
     if shape is None:
         return figures.DASH
     return f" {figures.TIMES} ".join(map(str, shape)) or "scalar"

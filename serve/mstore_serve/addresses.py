@@ -12,22 +12,30 @@
     /snapshots/ID/files/PATH              a file
     /snapshots/ID/tensors/                its tensors
     /snapshots/ID/tensors/TENSOR          the bytes of one
+    /snapshots/ID/report                  what it is, what changed in it, and what that cost
+    /snapshots/ID/plan                    what a merge read of each expert
+    /compare?a=REVISION&b=REVISION        two snapshots, compared
+    /reflog                               where refs have pointed; of one: ?ref=NAME
     /remote/NAME                          an object of the store as a remote (`mstore.remotes`)
 
 A NAME has slashes, and no part of a name begins with a dash: so the first segment `-` ends it.
 Segments are decoded first and joined with slashes after that, so that `%2F` is a slash of a name,
 a path or a tensor.  Clients shorten `..` and `//` themselves; a tensor that is called so needs
 `%2F`.  Nothing here or later looks at a disk: a path is a key of a manifest.
+
+What follows a `?` chooses within an address (`Query`).
 """
 
 from __future__ import annotations
 
 from typing import Final
-from urllib.parse import quote, unquote_to_bytes
+from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 import msgspec
 
 _END_OF_NAME: Final = "-"
+_MOST_FIELDS: Final = 16
+_PAGES: Final = 10**6
 
 
 class SnapshotName(msgspec.Struct, frozen=True):
@@ -74,13 +82,69 @@ class Tensors(msgspec.Struct, frozen=True):
     name: str
 
 
+class ReportOf(msgspec.Struct, frozen=True):
+    """The report of a snapshot."""
+
+    place: SnapshotName
+
+
+class PlanOf(msgspec.Struct, frozen=True):
+    """The plan of the merge that made a snapshot."""
+
+    place: SnapshotName
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Two snapshots, which the query names."""
+
+
+class Reflog(msgspec.Struct, frozen=True):
+    """Moves of refs; of one, if the query names it."""
+
+
 class RemoteObject(msgspec.Struct, frozen=True):
     """An object of the store as a remote; of no other name than those that it has."""
 
     name: str
 
 
-Address = ThisServer | Refs | Snapshots | OneSnapshot | Files | Tensors | RemoteObject
+InSnapshot = OneSnapshot | Files | Tensors | ReportOf | PlanOf
+Address = ThisServer | Refs | Snapshots | InSnapshot | Comparison | Reflog | RemoteObject
+
+
+class Query(msgspec.Struct, frozen=True):
+    """What a request chooses within an address; other fields and nonsense count for nothing."""
+
+    q: str = ""
+    """words to look for"""
+    page: int = 1
+    """the page of a long list"""
+    a: str = ""
+    """the first revision of a comparison"""
+    b: str = ""
+    """the second one"""
+    ref: str = ""
+    """the ref whose moves are wanted"""
+    quick: bool = False
+    """whether a report or comparison reads no weights"""
+
+
+def parse_query(raw: bytes) -> Query:
+    """Return what a query chooses; `raw` is as it came, encoded."""
+    try:
+        found = dict(parse_qsl(raw.decode("ascii"), max_num_fields=_MOST_FIELDS))
+    except ValueError:
+        return Query()
+    page = found.get("page", "")
+    number = int(page) if page.isascii() and page.isdigit() and len(page) < 8 else 1
+    return Query(
+        q=found.get("q", ""),
+        page=max(1, min(number, _PAGES)),
+        a=found.get("a", "").strip(),
+        b=found.get("b", "").strip(),
+        ref=found.get("ref", ""),
+        quick=found.get("quick") == "yes",
+    )
 
 
 def parse(raw: bytes) -> Address | None:
@@ -103,6 +167,10 @@ def parse(raw: bytes) -> Address | None:
             return Snapshots()
         case ["snapshots", id, *rest]:
             return _inside(SnapshotName(id, is_ref=False), rest)
+        case ["compare"]:
+            return Comparison()
+        case ["reflog"]:
+            return Reflog()
         case ["remote", *rest] if rest:
             return RemoteObject("/".join(rest))
     return None
@@ -126,6 +194,10 @@ def _inside(place: SnapshotName, segments: list[str]) -> Address | None:
             return Files(place, "/".join(rest))
         case ["tensors", *rest]:
             return Tensors(place, "/".join(rest))
+        case ["report"]:
+            return ReportOf(place)
+        case ["plan"]:
+            return PlanOf(place)
     return None
 
 
@@ -133,6 +205,11 @@ def segment(name: str) -> str:
     """Return one name, encoded as a segment of an address."""
     # A name with a colon would begin like a URL.
     return quote(name, safe="")
+
+
+def up(raw: bytes) -> str:
+    """Return the relative address of the root, as seen from an address."""
+    return "../" * (path_of(raw).count(b"/") - 1) or "./"
 
 
 def elsewhere(raw: bytes, id: str) -> str:

@@ -124,7 +124,8 @@ class App:
         face.admit(scope, headers)
         shown = await self._threads.look_up(face.asked(scope, headers))
         if isinstance(shown, Later):
-            made = await unless_gone(self._threads.tell(shown.make), receive)
+            begin = self._threads.report if shown.is_report else self._threads.tell
+            made = await unless_gone(begin(shown.make), receive)
             if made is None:
                 return
             shown = made
@@ -208,12 +209,17 @@ def _about(shown: Shown) -> list[tuple[str, str]]:
         ("ETag", shown.validators.etag),
         ("Cache-Control", shown.cache),
         ("Accept-Ranges", "bytes"),
-        *_SAFE,
-        *shown.headers,
+        *_safe(shown.headers),
     ]
     if shown.validators.modified is not None:
         told.append(("Last-Modified", conditions.http_date(shown.validators.modified)))
     return told
+
+
+def _safe(headers: Pairs) -> Pairs:
+    """Return headers, and those of `_SAFE` that they lack: a page has a policy of its own."""
+    own = {name for name, _ in headers}
+    return [*(pair for pair in _SAFE if pair[0] not in own), *headers]
 
 
 def _start(status: int, headers: Pairs) -> Message:
@@ -229,7 +235,7 @@ def _start(status: int, headers: Pairs) -> Message:
 async def _send_bytes(
     scope: Scope, answer: _Answer, status: int, content: bytes, headers: Pairs
 ) -> None:
-    told = [*headers, *_SAFE, ("Content-Length", str(len(content)))]
+    told = [*_safe(headers), ("Content-Length", str(len(content)))]
     await answer(_start(status, told))
     content = b"" if scope["method"] == "HEAD" else content
     await answer({"type": "http.response.body", "body": content})

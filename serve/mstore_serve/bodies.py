@@ -6,10 +6,10 @@ memory for each answer that sends it; answers share the lists of tensors that ar
 decoded ahead of readers lies in the store's cache of blocks, which has a limit of its own and which
 all answers share; the more of them, the less far ahead each is read.
 
-**Threads.** Looking up, making documents, reading and computing have threads of their own. So a
-merge that is computed on read delays no plain file, and neither reads nor long documents delay the
-answer that something is not there. A thread serves a piece, never a client. A long document for
-which nobody waits any more is not begun.
+**Threads.** Looking up, making documents, making reports, reading and computing have threads of
+their own. So a merge that is computed on read delays no plain file, and neither reads nor long
+documents delay the answer that something is not there. A thread serves a piece, never a client. A
+long document for which nobody waits any more is not begun.
 
 **Errors.** The first piece is read before the status is sent, so what fails there is an error of
 the request. What fails later ends the answer before its announced length, with the connection: no
@@ -44,6 +44,7 @@ _AHEAD_OF_ALL: Final = 32 << 20
 
 _LOOKING: Final = 4
 _TELLING: Final = 2
+_REPORTING: Final = 1
 _COMPUTING: Final = 4
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class Threads:
         readers = max(4, 2 * len(os.sched_getaffinity(0)))
         self._looking = ThreadPoolExecutor(_LOOKING, "look-up")
         self._telling = ThreadPoolExecutor(_TELLING, "tell")
+        self._reporting = ThreadPoolExecutor(_REPORTING, "report")
         self._reading = ThreadPoolExecutor(readers, "read")
         self._computing = ThreadPoolExecutor(_COMPUTING, "compute")
 
@@ -66,6 +68,10 @@ class Threads:
     def tell(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Start a call that makes a document, which may have to read thousands of records."""
         return asyncio.get_running_loop().run_in_executor(self._telling, call)
+
+    def report(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Start a call that may read all weights of a model; one runs at a time."""
+        return asyncio.get_running_loop().run_in_executor(self._reporting, call)
 
     def read(self, source: ServedBytes, call: Callable[[], T]) -> asyncio.Future[T]:
         """Start a call that reads or computes blocks."""
@@ -78,7 +84,7 @@ class Threads:
 
     def close(self) -> None:
         """Wait for the calls that have begun; drop those of reads that have not."""
-        for pool in (self._telling, self._reading, self._computing):
+        for pool in (self._telling, self._reporting, self._reading, self._computing):
             pool.shutdown(cancel_futures=True)
         self._looking.shutdown()
 

@@ -8,10 +8,12 @@ changed.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import msgspec
 
-from mstore.api.reports import OriginReport, RefReport, TensorReport
+from mstore.api.reports import OriginReport, ReflogReport, RefReport, TensorReport
+from mstore.terms.phrases import Text
 from mstore.terms.report import plain
 
 
@@ -124,6 +126,15 @@ class TensorsDocument(msgspec.Struct, frozen=True):
     """every tensor, in file and data order; its address is tensors/NAME"""
 
 
+class ReflogDocument(msgspec.Struct, frozen=True):
+    """What `/reflog` shows."""
+
+    name: str | None
+    """the ref; None for all that ever were"""
+    entries: tuple[ReflogReport, ...]
+    """moves, newest first"""
+
+
 class ErrorReport(msgspec.Struct, frozen=True):
     """What went wrong."""
 
@@ -142,6 +153,6 @@ class ErrorDocument(msgspec.Struct, frozen=True):
     """what went wrong"""
 
 
-def encoded(document: object) -> bytes:
-    """Return a document as JSON: ids in hex, tuples as lists."""
-    return json.dumps(plain(document), indent=2, allow_nan=False).encode() + b"\n"
+def encoded(document: object, typed: Callable[[Text], str] = str) -> bytes:
+    """Return a document as JSON: ids in hex, tuples as lists; typed: as in `plain`."""
+    return json.dumps(plain(document, typed), indent=2, allow_nan=False).encode() + b"\n"

@@ -35,7 +35,7 @@ from mstore_serve.bodies import Threads
 from mstore_serve.face import Face
 from mstore_serve.http_face import HttpFace
 from mstore_serve.s3.face import S3Face
-from mstore_serve.serving import S3Keys, ServeInfo, described
+from mstore_serve.serving import PageReader, S3Keys, ServeInfo, described
 from mstore_serve.shown import Showing
 
 
@@ -148,6 +148,7 @@ class Server(uvicorn.Server):
         timeout: float,
         token: str = "",
         s3_keys: S3Keys | None = None,
+        reader: PageReader | None = None,
         on_ready: Callable[[ServeInfo], None] | None,
     ) -> None:
         self._listening = [one for one in (listening, s3) if one is not None]
@@ -157,9 +158,10 @@ class Server(uvicorn.Server):
         self._info = described(store, listening, s3)
         own = frozenset(name.lower() for name in names) | OWN_NAMES
         self._showing = Showing(store)
+        self._http = HttpFace(store, self._showing, token, reader or PageReader())
         faces: dict[int, Face] = {}
         if listening is not None:
-            faces[listening.getsockname()[1]] = HttpFace(self._showing, token)
+            faces[listening.getsockname()[1]] = self._http
         if s3 is not None:
             faces[s3.getsockname()[1]] = S3Face(self._showing, s3_keys)
         names_here = own if self._info.loopback else None
@@ -191,6 +193,7 @@ class Server(uvicorn.Server):
         try:
             super().run(sockets=self._listening)
         finally:
+            self._http.close()
             self._threads.close()
             self._showing.close()
 

@@ -10,7 +10,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import msgspec
 from mstore import Store
 from mstore.remotes.web import checked_token
 from mstore.terms.errors import BadRequest, Unavailable
-from mstore.terms.phrases import Option, phrase
+from mstore.terms.phrases import Option, Text, phrase
 
 HOST = "127.0.0.1"
 PORT = 8420
@@ -51,6 +51,15 @@ class S3Keys(msgspec.Struct, frozen=True):
                 "a secret access key has 16 letters, digits and signs or more, and no spaces",
                 hint='python -c "import secrets; print(secrets.token_urlsafe())"',
             )
+
+
+class PageReader(msgspec.Struct, frozen=True):
+    """For whom pages are made."""
+
+    signers: Mapping[bytes, str] = {}
+    """trusted keys and their names, as for `Store.log`"""
+    typed: Callable[[Text], str] = str
+    """formats a text of the library, with commands as the reader types them"""
 
 
 class ServeInfo(msgspec.Struct, frozen=True):
@@ -85,6 +94,7 @@ def serve(
     token: str = "",
     log: Path | None = None,
     access_log: bool = True,
+    reader: PageReader | None = None,
     on_ready: Callable[[ServeInfo], None] | None = None,
 ) -> None:
     """Answer requests for the files of an open store, until SIGINT, SIGTERM or SIGHUP.
@@ -102,6 +112,7 @@ def serve(
     token: what each HTTP request must bring as `Authorization: Bearer`; empty: nothing.
     log: a file to append to, instead of standard error.
     access_log: whether to log each request, not only errors.
+    reader: for whom pages are made.
     on_ready: called once the server answers.
 
     Raises Unavailable (a package is missing, the port is not this user's), Conflict (the port is in
@@ -146,6 +157,7 @@ def serve(
             timeout=timeout,
             token=token,
             s3_keys=s3_keys,
+            reader=reader or PageReader(),
             on_ready=on_ready,
         ).run()
 

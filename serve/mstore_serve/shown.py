@@ -1,4 +1,6 @@
-"""What an address shows: the bytes of a file or tensor, a document, a page, or another address.
+"""What an address shows: the bytes of a file or tensor, a document, or another address.
+
+Pages are in `pages`, what takes long in `reports`.
 
 Knows the store, not HTTP messages.  Every call may read the index or a disk, so none of them is
 made on the thread that serves connections.  Thread-safe.
@@ -14,10 +16,9 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from html import escape
 from typing import Final
 
 import msgspec
@@ -25,7 +26,7 @@ from blake3 import blake3
 
 from mstore import Store
 from mstore.api.exchanging import remote_of
-from mstore.api.reports import RefReport
+from mstore.api.reports import Explanation, RefReport
 from mstore.remotes.objects import ROOT
 from mstore.store.leases import Hold
 from mstore.store.view import SnapshotView
@@ -33,12 +34,12 @@ from mstore.terms import __version__
 from mstore.terms.errors import MstoreError, NotFound
 from mstore.terms.ids import Buffer, SnapshotId
 from mstore_serve import addresses, documents
-from mstore_serve.addresses import Address, SnapshotName, segment
+from mstore_serve.addresses import Address, Query, SnapshotName
 from mstore_serve.conditions import Validators
-from mstore_serve.documents import ServedEntry
 
 JSON: Final = "application/json"
-HTML: Final = "text/html; charset=utf-8"
+VARIES: Final = (("Vary", "Accept"),)
+"""Of an address that has a page and a document."""
 _BYTES: Final = "application/octet-stream"
 _TEXT: Final = "text/plain; charset=utf-8"
 _TYPES: Final = {".json": JSON, ".md": _TEXT, ".txt": _TEXT, ".yml": _TEXT, ".yaml": _TEXT}
@@ -52,7 +53,7 @@ _ID: Final = re.compile(r"[0-9a-f]{64}")
 _PREFIX: Final = re.compile(r"[0-9a-f]{4,63}")
 _KEPT: Final = 8
 _KEPT_BYTES: Final = 4 << 20
-_SHORT: Final = 1000
+SHORT: Final = 1000
 """Files of a snapshot whose directories are listed at once."""
 _NS: Final = 1_000_000_000
 
@@ -91,9 +92,13 @@ class Elsewhere(msgspec.Struct, frozen=True):
 
 
 class Later(msgspec.Struct, frozen=True):
-    """A document that takes long: `make` returns it, and raises as `Showing.find`."""
+    """What takes long: `make` returns it, and raises as `Showing.find`.
+
+    is_report: whether it may take minutes, so that nothing else should wait for it.
+    """
 
     make: Callable[[], Shown | Elsewhere]
+    is_report: bool = False
 
 
 class ServedSnapshot:
@@ -114,7 +119,18 @@ class ServedSnapshot:
             found = self._etags[path] = f'"{self.view.content_id(path).hex()}"'
         return found
 
-    def entries(self, directory: str) -> list[documents.ServedEntry]:
+    def listed(self, path: str, raw: bytes) -> list[documents.ServedEntry] | Elsewhere:
+        """Return what is in a directory, by name; where it is, if its last slash is missing.
+
+        raw: the address as it came.  Raises NotFound.
+        """
+        is_directory = not path or path.endswith("/")
+        entries = self._entries(path if is_directory else f"{path}/")
+        if not entries and path:
+            raise NotFound("no such file in the snapshot", where=path)
+        return entries if is_directory else Elsewhere(addresses.with_slash(raw))
+
+    def _entries(self, directory: str) -> list[documents.ServedEntry]:
         """Return what is in a directory, whose path is empty or ends in a slash, by name."""
         found: dict[str, documents.ServedEntry] = {}
         for path, file in self.files.items():
@@ -147,10 +163,10 @@ class Showing:
         """Let go of all."""
         self._remote.close()
 
-    def find(self, address: Address, raw: bytes, *, as_page: bool) -> Shown | Elsewhere | Later:
-        """Return what an address shows; takes milliseconds.
+    def find(self, address: Address, raw: bytes, query: Query) -> Shown | Elsewhere | Later:
+        """Return what an address shows to a program; takes milliseconds.
 
-        raw: the address as it came. as_page: directories as HTML.
+        raw: the address as it came.
 
         Raises NotFound, Corrupt, StorageFailed and others.
         """
@@ -166,20 +182,26 @@ class Showing:
                 return _document(documents.RefsDocument(tuple(self._store.refs())))
             case addresses.Snapshots():
                 return Later(self._all)
+            case addresses.Reflog():
+                return Later(partial(self._moves, query.ref or None))
             case addresses.RemoteObject(name):
                 is_ready = self._remote.is_ready(name)
                 return self._object(name) if is_ready else Later(partial(self._object, name))
+            case addresses.Comparison() | addresses.ReportOf():
+                raise TypeError(f"a report: {address}")
         found = self.snapshot(address.place)
         id = found.view.id.hex()
         if not address.place.is_ref and address.place.name != id:
             return Elsewhere(addresses.elsewhere(raw, id))
         match address:
             case addresses.Files(_, path):
-                return self._file_or_directory(found, address.place, path, raw, as_page=as_page)
+                return self._file_or_directory(found, address.place, path, raw)
             case addresses.Tensors(_, ""):
                 return found.tensors or Later(partial(self._tensors, found))
             case addresses.Tensors(_, name):
                 return self._tensor(found.view, address.place, name)
+            case addresses.PlanOf():
+                return Later(partial(self._plan, found))
         return Later(partial(self._summary, found))
 
     def follow(self) -> None:
@@ -231,6 +253,17 @@ class Showing:
                 self._known.popitem(last=False)
         return found
 
+    def id_of(self, place: SnapshotName) -> SnapshotId:
+        """Return the id of a snapshot, also of one whose contents were pruned.  Raises NotFound."""
+        if place.is_ref:
+            return self._store.ref(place.name).snapshot
+        found: list[SnapshotId] = []
+        if _ID.fullmatch(place.name) or _PREFIX.fullmatch(place.name):
+            found = self._store.snapshot_ids(place.name)
+        if len(found) != 1:
+            raise _no_snapshot(place.name)
+        return found[0]
+
     def hold(self, id: SnapshotId) -> Callable[[], None]:
         """Keep a snapshot from gc until the returned function is called.
 
@@ -278,33 +311,20 @@ class Showing:
         place: SnapshotName,
         path: str | None,
         raw: bytes,
-        *,
-        as_page: bool,
     ) -> Shown | Elsewhere | Later:
         if path is None:
             return Elsewhere("files/")
         file = self.file(found, place, path)
         if file is not None:
             return file
-        make = partial(self._directory, found, place, path, raw, as_page=as_page)
-        return Later(make) if len(found.files) > _SHORT else make()
+        make = partial(self._directory, found, path, raw)
+        return Later(make) if len(found.files) > SHORT else make()
 
-    def _directory(
-        self, found: ServedSnapshot, place: SnapshotName, path: str, raw: bytes, *, as_page: bool
-    ) -> Shown | Elsewhere:
-        is_directory = not path or path.endswith("/")
-        entries = found.entries(path if is_directory else f"{path}/")
-        if not entries and path:
-            raise NotFound("no such file in the snapshot", where=path)
-        if not is_directory:
-            return Elsewhere(addresses.with_slash(raw))
-        vary = (("Vary", "Accept"),)
-        if as_page:
-            title = f"{place.name if place.is_ref else found.view.id.short}: /{path}"
-            return made(page(title, entries, is_top=not path), HTML, vary)
-        return made(
-            documents.encoded(documents.DirectoryDocument(path, tuple(entries))), JSON, vary
-        )
+    def _directory(self, found: ServedSnapshot, path: str, raw: bytes) -> Shown | Elsewhere:
+        listed = found.listed(path, raw)
+        if isinstance(listed, Elsewhere):
+            return listed
+        return _document(documents.DirectoryDocument(path, tuple(listed)))
 
     def _object(self, name: str) -> Shown:
         if name == ROOT:
@@ -334,6 +354,13 @@ class Showing:
         shape = ",".join(map(str, record.shape))
         headers = (("X-Mstore-Dtype", record.dtype), ("X-Mstore-Shape", shape))
         return _bytes(view, place, record.nbytes, _BYTES, etag, source, headers)
+
+    def _moves(self, name: str | None) -> Shown:
+        moves = tuple(self._store.reflog(name))
+        return _document(documents.ReflogDocument(name, moves))
+
+    def _plan(self, found: ServedSnapshot) -> Shown:
+        return _document(merge_of(self._store, found.view.id))
 
     def _all(self) -> Shown:
         ids = tuple(id.hex() for id in self._store.snapshot_ids())
@@ -407,8 +434,15 @@ def _bytes(
     )
 
 
+def merge_of(store: Store, id: SnapshotId) -> Explanation:
+    """Return what made a snapshot by merging.  Raises NotFound if it is no merge."""
+    if store.show(id).plan is None:
+        raise NotFound("this snapshot is no merge, so it has no plan", where=id.short)
+    return store.explain(id)
+
+
 def _document(document: object) -> Shown:
-    return made(documents.encoded(document), JSON)
+    return made(documents.encoded(document), JSON, VARIES)
 
 
 def made(content: bytes, media_type: str, headers: tuple[tuple[str, str], ...] = ()) -> Shown:
@@ -425,19 +459,3 @@ def _type_of(path: str) -> str:
 
 def _no_snapshot(text: str) -> MstoreError:
     return NotFound("no such snapshot", where=text)
-
-
-def page(title: str, entries: Sequence[ServedEntry], *, is_top: bool) -> bytes:
-    """Return the page of a directory."""
-    lines = [] if is_top else ['<li><a href="../">../</a></li>']
-    for one in entries:
-        tail = "/" if one.name.endswith("/") else ""
-        link = segment(one.name.removesuffix("/")) + tail
-        size = "" if one.size is None else f" {one.size}"
-        lines.append(f'<li><a href="{link}">{escape(one.name)}</a>{size}</li>')
-    listed = "\n".join(lines)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">'
-        f"<title>{escape(title)}</title></head>\n"
-        f"<body>\n<h1>{escape(title)}</h1>\n<ul>\n{listed}\n</ul>\n</body>\n</html>\n"
-    ).encode()

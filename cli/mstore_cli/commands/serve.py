@@ -10,8 +10,10 @@ from mstore_cli.errors import UsageError, warn
 from mstore_cli.options import Option
 from mstore_cli.output import Mode, Screen
 from mstore_cli.session import S3_VARIABLES, TOKEN_VARIABLE, Session, s3_keys, token
+from mstore_cli.signers import trusted_signers
 
 if TYPE_CHECKING:
+    from mstore.terms.phrases import Text
     from mstore_serve.serving import S3Keys, ServeInfo
 
 # The defaults of mstore_serve.serving, which is imported when it serves.
@@ -96,6 +98,7 @@ def serve(
     With --s3, the bucket `mstore` has the keys refs/NAME/PATH and snapshots/ID/PATH. With --port as
     well, one server answers both.
     """
+    from mstore_serve.serving import PageReader
     from mstore_serve.serving import serve as run_server
 
     if port is None and s3 is None:
@@ -156,8 +159,17 @@ def serve(
             token=given,
             log=log,
             access_log=log is not None or session.output.mode is not Mode.QUIET,
+            reader=PageReader(trusted_signers(None), _typed),
             on_ready=ready,
         )
+
+
+def _typed(text: Text) -> str:
+    """Format a text for readers of pages, who may not know where the store lies."""
+    from mstore.terms.phrases import as_phrase
+    from mstore_cli.spelling import Typed
+
+    return as_phrase(text).spelled(Typed())
 
 
 def _keys() -> S3Keys:
