@@ -231,8 +231,8 @@ class Watch:
 class Peaks:
     """Most anonymous memory in each phase, sampled every 20 ms by a thread."""
 
-    def __init__(self) -> None:
-        self.phase = "plan"
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
         self.bytes: dict[str, int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -328,8 +328,46 @@ def held(values: Any) -> int:
     return size(values)
 
 
-def once(work: Path, budget: str, method: str, workers: int, *, looks: bool) -> Figures:
-    """One merge, in this process."""
+def plan(store: Store, budget: str, method: str) -> Figures:
+    """Plan, and say how long that took."""
+    names = sorted(one.name for one in store.refs() if one.name.startswith("expert"))
+    began = time.process_time()
+    made = store.plan(
+        MergeRequest(
+            base="base",
+            experts=[(name, 1 / len(names)) for name in names],
+            method=method,
+            parameters={"density": 0.2} if method == "ties" else {},
+            budget=budget,
+            analyze=False,
+        )
+    )
+    return {"plan": str(made.plan), "seconds": time.process_time() - began}
+
+
+def plan_before(work: Path, budget: str, method: str) -> Figures:
+    """Plan in a process of its own, whose memory is not the coordinator's; its peak is told."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        peaks = Peaks("plan")
+        with Store.open(work / "store") as store:
+            told = plan(store, budget, method)
+        peaks.end()
+        os.write(writing, json.dumps(told | {"anonymous": peaks.bytes["plan"]}).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as answer:
+        found: Figures = json.loads(answer.read())
+    os.waitpid(child, 0)
+    return found
+
+
+def once(
+    work: Path, budget: str, method: str, workers: int, *, looks: bool, before: bool = False
+) -> Figures:
+    """One merge, in this process. before: planned in another."""
+    planned = plan_before(work, budget, method) if before else {}
     watch, cluster = Watch(), Pretended(workers)
     kept = Held()
     if looks:
@@ -338,28 +376,16 @@ def once(work: Path, budget: str, method: str, workers: int, *, looks: bool) -> 
     watch.wrap_iterator(runners.WorkList, "slices", "make slices")
     watch.wrap(runners.RemoteRunner, "_receive", "receive")
     watch.wrap(runners.RemoteRunner, "run", "run")
-    peaks = Peaks()
+    peaks = Peaks("start")
     runners.RemoteRunner.run = _in_phase(runners.RemoteRunner.run, peaks)  # type: ignore[method-assign]
     watch.wrap(at_remote.PushedDelivery, "publish", "publish")
     with Store.open(work / "store") as store:
-        names = sorted(one.name for one in store.refs() if one.name.startswith("expert"))
-        began = time.process_time()
-        plan = store.plan(
-            MergeRequest(
-                base="base",
-                experts=[(name, 1 / len(names)) for name in names],
-                method=method,
-                parameters={"density": 0.2} if method == "ties" else {},
-                budget=budget,
-                analyze=False,
-            )
-        )
-        planned = time.process_time() - began
-        peaks.phase, after_plan = "start", anonymous()
+        if not before:
+            planned = plan(store, budget, method)
         began = time.process_time()
         report = store.merge(
-            plan, name=f"merged{time.time_ns()}", memo=False, cluster=cluster, remote="origin",
-            push=True,
+            planned["plan"], name=f"merged{time.time_ns()}", memo=False, cluster=cluster,
+            remote="origin", push=True,
         )  # fmt: skip
         ended = time.process_time()
     peaks.end()
@@ -371,7 +397,7 @@ def once(work: Path, budget: str, method: str, workers: int, *, looks: bool) -> 
         "bytes sent for a block read": cluster.sent / cluster.sources,
         "bytes sent for a slice": cluster.sent / cluster.slices,
         "bytes received for a block": cluster.received / cluster.blocks,
-        "plan seconds": planned,
+        "plan seconds": planned["seconds"],
         "merge seconds": ended - began - own,
         "seconds": {
             "start": watch.first["run"] - began,
@@ -382,7 +408,7 @@ def once(work: Path, budget: str, method: str, workers: int, *, looks: bool) -> 
             "commit": ended - watch.last["run"],
             "of it publish": watch.seconds["publish"],
         },
-        "anonymous": peaks.bytes | {"after plan": after_plan},
+        "anonymous": peaks.bytes | {"plan": planned.get("anonymous", 0)},
         "held": kept.bytes,
         "pushed_to": report.pushed_to,
     }
@@ -399,6 +425,7 @@ def main() -> None:
     parser.add_argument("--method", default="ties")
     parser.add_argument("--workers", type=int, default=128)
     parser.add_argument("--held", action="store_true", help="also what holds the memory")
+    parser.add_argument("--before", action="store_true", help="plan in another process")
     given = parser.parse_args()
     given.work = given.work.absolute()
     if not (given.work / "store").exists():
@@ -410,7 +437,8 @@ def main() -> None:
             os._exit(0)
         if os.waitpid(child, 0)[1]:
             raise SystemExit("no family was made")
-    print(json.dumps(once(given.work, given.budget, given.method, given.workers, looks=given.held)))
+    ways = {"looks": given.held, "before": given.before}
+    print(json.dumps(once(given.work, given.budget, given.method, given.workers, **ways)))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from mstore.blocks.elsewhere import REQUESTS
 from mstore.merge.running.runners import _AHEAD, _LATE, _LEAST_LATE
 
 BLOCK: Final = 1 << 20
@@ -89,7 +90,7 @@ class Cluster:
     network: float = 10 * GIGABIT
     store: float = 100 * GIGABIT
     latency: float = 0.010
-    requests: int = 8
+    requests: int = REQUESTS
     slow: float = 0.0
     factor: float = 3.0
     deaths: float = 0.0

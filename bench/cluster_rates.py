@@ -71,11 +71,11 @@ def cut_at(slice_bytes: int) -> Iterator[None]:
         engine.Cutter = Cutter
 
 
-def asked(experts: int, budget: str) -> MergeRequest:
+def asked(experts: int, budget: str, method: str = "ties") -> MergeRequest:
     """The merge that is measured."""
     names = [f"expert{number}" for number in range(experts)]
     return MergeRequest(
-        base="base", experts=names, method="ties", parameters={"density": DENSITY}, budget=budget
+        base="base", experts=names, method=method, parameters={"density": DENSITY}, budget=budget
     )
 
 

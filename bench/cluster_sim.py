@@ -9,6 +9,7 @@ there for the next run. Parts:
     rates        what one thread of this machine does for a slice (`cluster_rates.py`)
     validation   a real merge on one and two processes, and its slices simulated
                  (`cluster_validation.py`)
+    long         a merge of more than 30 s by DELLA, on two threads and two processes
     coordinator  the coordinator of a merge of 20 experts of 8 B parameters, with pretended workers
                  (`cluster_coordinator.py`)
     receipts     the same, of 10,000 slices with 128 blocks each: its memory
@@ -41,7 +42,7 @@ from measure import keep, machine, options, run
 
 from mstore import Store
 
-PARTS: Final = ("rates", "validation", "coordinator", "receipts", "scale")
+PARTS: Final = ("rates", "validation", "long", "coordinator", "receipts", "scale")
 EXPERTS: Final = 20
 BUDGETS: Final = {"100 %": 1.0, "10 %": 0.1}
 WORKERS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -100,17 +101,17 @@ def receipts(work: Path, layers: int) -> Figures:
     def ran(layers: int, *more: str) -> Figures:
         words = ["--size", "405 B", "--layers", str(layers), "--experts", "1", *more]
         words += ["--budget", "100%", "--method", "task_arithmetic"]
-        return coordinated(work / f"receipts{layers}", words)
+        return coordinated(work / f"receipts{layers}", [*words, "--before"])
 
     looked = ran(min(layers, HELD_LAYERS), "--held")
     told = {f"held {name}": looked[name] for name in ("blocks", "slices")}
     return ran(layers) | {"held": looked["held"]} | told
 
 
-def costs(told: Figures, experts: int, blocks: float) -> Coordinator:
+def costs(told: Figures, experts: int, blocks: float, budget: str = "100 %") -> Coordinator:
     """What the coordinator of such a merge takes: what was measured, for each block and slice.
 
-    blocks: of one model.
+    blocks: of one model. budget: by which the merge was planned that is measured.
     """
     some = [told["10 %"], told["100 %"]]
     make_out, make_source = _shares(some, "make", "blocks", "sources")
@@ -118,16 +119,16 @@ def costs(told: Figures, experts: int, blocks: float) -> Coordinator:
     receive, receive_out = _shares(some, "receive", "slices", "blocks")
     last = told["100 %"]
     all_sides = last["blocks"] * (EXPERTS + 1)
-    start = np.mean([one["seconds"]["start"] for one in some]) / all_sides
+    start, commit = (told[budget]["seconds"][part] for part in ("start", "commit"))
     return Coordinator(
-        start=float(start) * blocks * (experts + 1),
+        start=start / all_sides * blocks * (experts + 1),
         make_out=make_out,
         make_source=make_source,
         hand_out=HAND_OUT + hand_out,
         hand_out_source=hand_out_source,
         receive=receive,
         receive_out=receive_out,
-        commit=blocks * float(np.mean([one["seconds"]["commit"] / last["blocks"] for one in some])),
+        commit=commit / last["blocks"] * blocks,
     )
 
 
@@ -154,7 +155,7 @@ class Case:
         self.rates, self.budget = rates, BUDGETS[budget]
         self.tensors: list[Drawn] = drawn(MODELS[name], EXPERTS, self.budget)
         self.base_bytes = sum(elements * 2 for _, elements in MODELS[name].tensors())
-        self.costs = costs(told, EXPERTS, self.base_bytes / (1 << 20))
+        self.costs = costs(told, EXPERTS, self.base_bytes / (1 << 20), budget)
         self._works: dict[tuple[int, bool], list[Work]] = {}
 
     def works(self, workers: int, *, is_limited: bool = True) -> list[Work]:
@@ -211,8 +212,6 @@ CHANGES: Final[dict[str, Change]] = {
     "limited tensors cut": lambda case, cluster, told, some: (
         cluster, told, case.works(cluster.workers, is_limited=False)),
     "slices as columns": lambda case, cluster, told, some: (cluster, lighter(told, 5), some),
-    "32 requests at once": lambda case, cluster, told, some: (
-        replace(cluster, requests=32), told, some),
     "put while the next computes": lambda case, cluster, told, some: (
         replace(cluster, overlap=True), told, some),
     "start, commit / 4": lambda case, cluster, told, some: (
@@ -316,7 +315,7 @@ def main() -> None:
     path = given.results / "cluster_sim.json"
     found: Figures = json.loads(path.read_text()) if path.exists() else {}
     found["machine"] = machine()
-    if {"rates", "validation"} & set(given.only):
+    if {"rates", "validation", "long"} & set(given.only):
         work.mkdir(parents=True, exist_ok=True)
         make(work, given.millions, given.experts)
     if "rates" in given.only:
@@ -329,6 +328,11 @@ def main() -> None:
         found["receipts"] = receipts(work, 2 if given.small else LAYERS)
     if "validation" in given.only:
         found["validation"] = measured_merges(work, given.experts, SLICE, given.rounds)
+    if "long" in given.only:
+        ways = ("2 threads", "2 workers")
+        found["long"] = measured_merges(
+            *(work, given.experts, SLICE, given.rounds), names=ways, method="della"
+        )
     own = costs(found["coordinator"], given.experts, 0.0)
     found["validation"]["compared"] = compared(
         found["validation"], rates, own, found["rates"]["put_bytes_s"]

@@ -116,6 +116,7 @@ def measured(
     rounds: int,
     warm: int = 1,
     names: Sequence[str] = WAYS,
+    method: str = "ties",
 ) -> Figures:
     """Seconds of a merge in every way, and what slices took on their workers."""
     found: dict[str, list[Figures]] = {}
@@ -131,7 +132,7 @@ def measured(
             for count in (1, 2)
             if f"{count} workers" in names
         }
-        plan = store.plan(asked(experts, BUDGET))
+        plan = store.plan(asked(experts, BUDGET, method))
 
         def threads(count: int) -> None:
             store.merge(plan, name=named("here"), threads=count, memo=False)

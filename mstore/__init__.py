@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mstore.api import Snapshot, Store
+    from mstore.judging.gate import Gate
     from mstore.terms import __version__
     from mstore.terms.errors import (
         BadCheckpoint,
         BadName,
         BadRequest,
         BudgetExceeded,
+        CommandFailed,
         Conflict,
         Corrupt,
+        GateFailed,
         Incompatible,
         Interrupted,
         InvalidInput,
@@ -43,8 +46,11 @@ __all__ = [
     "BlockId",
     "Budget",
     "BudgetExceeded",
+    "CommandFailed",
     "Conflict",
     "Corrupt",
+    "Gate",
+    "GateFailed",
     "Incompatible",
     "Interrupted",
     "InvalidInput",
@@ -72,7 +78,8 @@ __all__ = [
 _MODULES = {
     "mstore.api": ("Snapshot", "Store"),
     "mstore.terms.errors": (
-        *("BadCheckpoint", "BadName", "BadRequest", "BudgetExceeded", "Conflict", "Corrupt"),
+        *("BadCheckpoint", "BadName", "BadRequest", "BudgetExceeded", "CommandFailed", "Conflict"),
+        *("Corrupt", "GateFailed"),
         *("Incompatible", "Interrupted", "InvalidInput", "MstoreError", "NotFound"),
         *("RemoteAway", "StorageFailed", "Unavailable", "Unreadable"),
     ),
@@ -81,6 +88,7 @@ _MODULES = {
         *("MergeRequest", "RecipeRequest", "TensorRule"),
         *("TokenRow", "Vocabulary"),
     ),
+    "mstore.judging.gate": ("Gate",),
     "mstore.terms.sizes": ("Budget",),
     "mstore.terms": ("__version__",),
 }

@@ -923,7 +923,8 @@ def row_check(database: str, key: bytes, value: bytes) -> bytes:
 UNCHECKED = ("blocks", "records", "leases")
 DATABASES = {
     *("blocks", "records", "packs", "pack_ids", "condemned", "snapshots", "contents", "children"),
-    *("refs", "reflog", "leases", "counters", "pruned", "pinned", "plans", "notes", "backup"),
+    *("refs", "reflog", "leases", "counters", "pruned", "pinned", "plans", "notes", "judged"),
+    "backup",
 }
 
 

@@ -27,7 +27,9 @@ FOREIGN = {
     "Any", "Callable", "Executor", "Iterator", "Mapping", "None", "Path", "PathLike", "Self",
     "Sequence",
 }  # fmt: skip
-ALIASES = {"Buffer", "Experts", "ProgressCallback", "Revision", "Text", "Trusted"}
+ALIASES = {
+    *("Buffer", "Experts", "ProgressCallback", "Revision", "Show", "Text", "Trusted"),
+}
 
 
 def _functions() -> Iterator[tuple[str, object]]:

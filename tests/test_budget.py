@@ -27,8 +27,7 @@ from families import BLOCK, Arrays, Family
 
 from mstore import Budget, MergeRequest, Store
 from mstore.api.reports import MergeReport, PlanReport
-from mstore.merge.planning.costs import Costs
-from mstore.merge.running import engine
+from mstore.merge.planning.costs import Wanted
 from mstore.store.objects.plan import DROPPED, OMITTED, READ, Plan
 from mstore.terms.errors import BadRequest, BudgetExceeded, NotFound
 
@@ -590,8 +589,8 @@ def test_a_read_beyond_the_plan_is_refused(
     """A read of more than the plan's blocks take raises BudgetExceeded and publishes nothing."""
     report = place.plan("ties", budget=0.5)
     before = place.store.refs()
-    lower = Costs(report.full_expert_bytes, report.planned_expert_bytes - 1)
-    monkeypatch.setattr(engine, "costs_of", lambda *_: lower)
+    lower = report.planned_expert_bytes - 1
+    monkeypatch.setattr(Wanted, "read_bytes", lambda *_: lower)
     with pytest.raises(BudgetExceeded, match="the plan allows"):
         place.store.merge(report, name="never", threads=threads, memo=False)
     assert place.store.refs() == before

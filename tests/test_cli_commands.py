@@ -84,6 +84,7 @@ def family(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
         mstore.succeed("add", models / name, "--name", f"tiny/{name}", "--base", "tiny/base")
     mstore.succeed("add", models / "adapter", "--name", "tiny/adapter")
     mstore.succeed("merge", "--name", "tiny/merged", *SHAREABLE, "-m", "both")
+    mstore.succeed("merge", "--name", "tiny/merged", "--candidate", "run", *SHAREABLE)
     mstore.succeed("sign", "tiny/code", "--key", models / "key")
     mstore.succeed("pin", "tiny/math", "--raw")
     mstore.succeed("remote", "add", "origin", tmp_path_factory.mktemp("remote").as_uri())
@@ -162,6 +163,12 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "reflog": ["reflog", "tiny/merged"],
         "rm": ["rm", "tiny/code"],
         "note": ["note", "tiny/merged", "mmlu=0.62"],
+        "eval": ["eval", "tiny/merged", "--checkout", "--", "true", "{}"],
+        "metrics": ["metrics", "tiny/merged"],
+        "gate": ["gate"],
+        "gate run": ["gate", "run", "tiny/merged", "--check", "true {}", "--check-checkout"],
+        "gate drop": ["gate", "drop", "candidates/run/tiny/merged"],
+        "gate require": ["gate", "require", "prod/*", "quality"],
         "sign": ["sign", "tiny/merged", "--key", str(models / "key"), "--as", "me"],
         "verify": ["verify", "tiny/code", "--signers", str(models / "signers"), "--read-data"],
         "prune": ["prune", "--keep-last", "1"],
@@ -212,7 +219,8 @@ def test_json_keys(verb: str, copy: Program, models: Path, tmp_path: Path) -> No
     line = lines_for(models, tmp_path)[verb]
     # `init DIR` is asked for a store of its own: naming two would be wrong usage.
     mstore = Program(Path(line[1])) if verb == "init" else copy
-    done = mstore.succeed(*line, "--json")
+    # Before the verb: what follows `--` is another command's.
+    done = mstore.succeed("--json", *line)
     assert list(done.document) == [key.name for key in DOCUMENTS[verb]]
     for key in DOCUMENTS[verb]:
         check_objects(done.document[key.name], key.kind)
@@ -238,7 +246,7 @@ def test_plan_has_the_keys_of_a_merge(copy: Program) -> None:
     """A plan's object has every key of a merge's but its name, null or 0 where nothing is done."""
     plan = copy.succeed("plan", *SHAREABLE, "--json").document
     merge = copy.succeed("merge", "--plan", plan["plan"], "--name", "x", "--json").document
-    own = {"name", "new_snapshot", "pushed_to", "virtual", "was", "workers"}
+    own = {"name", "new_snapshot", "pushed_to", "virtual", "was", "workers", "verdicts", "moved"}
     assert merge.keys() - plan.keys() == own
     assert plan["snapshot"] is None
     assert plan["manifest"] is None

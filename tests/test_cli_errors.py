@@ -23,10 +23,11 @@ def library_errors(kind: type[library.MstoreError]) -> list[type[library.MstoreE
 
 @pytest.mark.parametrize("kind", library_errors(library.MstoreError))
 def test_every_library_error_has_a_status(kind: type[library.MstoreError]) -> None:
-    """Every error of the library says what, where and its own hint, and exits with 1, or with 2 if
-    the request itself is wrong."""
+    """Every error of the library says what, where and its own hint, and exits with 1, with 2 if
+    the request itself is wrong, or with 3 if a gate says no."""
     status, text = said(kind("it broke", where="shard-1", hint="mstore fsck"))
-    assert status == (2 if issubclass(kind, library.BadRequest | library.BadName) else 1)
+    is_wrong = issubclass(kind, library.BadRequest | library.BadName)
+    assert status == (2 if is_wrong else 3 if issubclass(kind, library.GateFailed) else 1)
     assert text == "error: shard-1: it broke\nhint: mstore fsck\n"
 
 

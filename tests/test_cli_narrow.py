@@ -86,6 +86,9 @@ def test_no_line_is_wider_than_the_terminal(
     """Whatever a command prints fits 60 columns, and even 40."""
     line = line_for(what, models, tmp_path)
     mstore = Program(Path(shutil.copytree(family.store, tmp_path / "store")))
+    if what == "gate drop":
+        merge = ("merge", "--plan", "tiny/merged", "--name", "tiny/merged")
+        mstore.succeed(*merge, "--candidate", "run")
     done = (Program(Path(line[1])) if what == "init" else mstore).on_terminal(width, *line)
     assert done.status == 0, done.err
     assert done.lines

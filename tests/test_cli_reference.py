@@ -134,6 +134,7 @@ def test_options_of_a_merge_are_in_groups() -> None:
     groups = [line for line in text.splitlines() if re.fullmatch(r"[A-Z][a-z ]+:", line)]
     assert groups == [
         *("What to merge:", "Which tensors:", "How much to read:", "The result:"),
+        *("What must hold before the branch moves:",),
         *("Where it is computed:", "Options:", "Global options:"),
     ]
     assert text.index("How much to read:") < text.index("--budget ") < text.index("The result:")

@@ -558,7 +558,7 @@ WAITS = """
 import sys, time
 from mstore_cli import main
 main._UNTIL_ENDED = float(sys.argv[1])
-main._hear_ctrl_c()
+main._hear_stops()
 try:
     print("ready", flush=True)
     time.sleep(600)
@@ -567,10 +567,11 @@ finally:
 """
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("again", [True, False])
-def test_ctrl_c_does_not_wait_for_long(again: bool) -> None:
-    """Where the first Ctrl-C has to wait for what is under way, the program says so; a second one
-    ends it, or some seconds do."""
+def test_a_stop_does_not_wait_for_long(again: bool, number: signal.Signals) -> None:
+    """Where the first Ctrl-C or SIGTERM has to wait for what is under way, the program says so; a
+    second one ends it, or some seconds do."""
     command = [sys.executable, "-c", WAITS, "600" if again else "0.1"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -579,10 +580,10 @@ def test_ctrl_c_does_not_wait_for_long(again: bool) -> None:
             assert process.stdout is not None
             assert process.stderr is not None
             assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             told = process.stderr.readline()
             if again:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
             assert process.wait(60) == 130
         finally:
             process.kill()

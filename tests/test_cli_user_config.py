@@ -44,6 +44,7 @@ def test_a_list_grows_and_shrinks(settings: Path, tmp_path: Path) -> None:
         "author": "",
         "endpoints": [],
         "cache_size": "",
+        "signing_key": "",
     }
     assert NOWHERE.succeed(*line).lines == ["safe_stores  none"]
     assert not settings.exists()
@@ -171,7 +172,8 @@ def test_what_is_written_is_read(
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("own")))
         paths = list(dict.fromkeys(os.path.realpath(f"/nowhere/{name}") for name in names))
         author = "".join(filter(str.isprintable, names))[:256]
-        settings = {"safe_stores": paths, "author": author, "endpoints": [], "cache_size": ""}
+        settings = {"safe_stores": paths, "author": author, "endpoints": []}
+        settings |= {"cache_size": "", "signing_key": ""}
         user_config._write(settings)
         assert user_config.read() == settings
 
@@ -181,3 +183,28 @@ def test_a_path_that_is_no_text(settings: Path, tmp_path: Path) -> None:
     store = a_store(tmp_path / "\udcff")
     assert "text in UTF-8" in NOWHERE("config", "--user", "safe_stores", store).err
     assert not settings.exists()
+
+
+_TEXT = st.text(st.characters(codec="utf-8"), min_size=1)
+
+
+@given(
+    name=_TEXT,
+    gate=st.fixed_dictionaries(
+        {"command": st.lists(_TEXT, min_size=1)},
+        optional={"score": st.lists(_TEXT), "min": _TEXT, "timeout": st.just("9m")},
+    ),
+)
+def test_gates_are_kept(
+    name: str, gate: dict[str, object], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A change of another setting writes tables of gates again, whatever text is in them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("own")))
+        kept = user_config.path()
+        kept.parent.mkdir(parents=True)
+        kept.write_text(user_config._gates_text({name: gate}))
+        user_config.add("author", ["ada"])
+        assert tomllib.loads(kept.read_text())["gates"] == {name: gate}
+        found = user_config.gates()[name]
+        assert list(found.command) == gate["command"]

@@ -332,7 +332,7 @@ def test_jobs_are_cancelled(store: Store, wanted: ManifestId, tmp_path: Path) ->
     ("partition", "more", "told"),
     [
         ("nowhere", {}, "Slurm refuses the jobs: Batch job submission failed: Invalid partition"),
-        ("short", {"time": 30}, r"no worker will ever run: job \d+_0 PENDING, PartitionTimeLimit"),
+        ("short", {"time": 30}, r"will ever run: job \d+_0 PENDING, Partition(TimeLimit|Config)"),
     ],
 )
 def test_jobs_that_cannot_run(

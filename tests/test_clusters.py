@@ -42,7 +42,7 @@ from mstore.clusters.engine import AnyExecutor, Engine, LocalProcesses
 from mstore.merge.running.runners import execute
 from mstore.merge.running.slices import Receipt, Slice
 from mstore.store.models import tensors_of
-from mstore.store.objects.plan import Plan
+from mstore.store.objects.plan import READ, Plan
 from mstore.terms.errors import (
     BadRequest,
     Conflict,
@@ -612,9 +612,24 @@ def test_inputs_that_the_remote_lacks(scene: Scene) -> None:
     store.merge(str(scene.plan().id()), name="own", memo=False)
     request = MergeRequest(base="base", experts=["e0", "own"], method="linear")
     plan = store._catalog.record(Plan, store.plan(request).plan)
-    with pytest.raises(NotFound, match="blocks of the inputs are not there") as lacking:
+    with pytest.raises(NotFound, match="blocks of own are not there") as lacking:
         scene.merge(plan, Inline(), push=True)
-    assert "push" in str(lacking.value.hint)
+    assert str(lacking.value.hint) == "store.push('origin', refs=['own'])"
+
+
+def test_what_the_remote_lacks_and_nobody_reads(scene: Scene) -> None:
+    """A model that the budget leaves out need not be where workers read."""
+    store = scene.store
+    store.merge(str(scene.plan().id()), name="own", memo=False)
+    request = MergeRequest(
+        base="base", experts=[("e0", 1), ("own", 1e-6)], method="task_arithmetic", budget="20%"
+    )
+    plan = store._catalog.record(Plan, store.plan(request).plan)
+    assert all(READ not in tensor.states[1] for tensor in plan.tensors)
+    outcome = scene.merge(plan, Inline(), push=True).outcome
+    assert 0 < outcome.expert_bytes_read <= outcome.costs.planned
+    assert outcome.costs.full == plan.full_expert_bytes
+    scene.sound()
 
 
 def test_a_branch_that_moved_there(scene: Scene) -> None:

@@ -175,7 +175,8 @@ def _help() -> dict[str, str]:
 
 def _known(words: list[str]) -> str | None:
     """What is wrong with a command: its verb, or an option that it has not."""
-    rest = list(words)
+    # What follows is the command that mstore runs.
+    rest = words[: words.index("--")] if words[:1] == ["eval"] and "--" in words else list(words)
     while rest and rest[0].startswith("-"):
         if rest[0] not in GLOBAL_OPTIONS:
             return rest[0]

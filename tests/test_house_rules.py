@@ -27,6 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 CONVERTER = ROOT / "mstore" / "checkpoint" / "conversion_program.py"
 # Starts that child; no other module starts any.
 PARENT = ROOT / "mstore" / "checkpoint" / "conversion.py"
+# Likewise a program of its own: it runs the command that a user judges snapshots with, and ends all
+# that the command started.  The other starts it.
+SUPERVISOR = ROOT / "mstore" / "judging" / "supervisor_program.py"
+WATCHER = ROOT / "mstore" / "judging" / "process.py"
 # What a cluster's workers get and give back is calls: who can send one may run code there anyway.
 CALLS = {
     ROOT / "mstore" / "merge" / "running" / "slices.py",
@@ -36,7 +40,7 @@ CALLS = {
 WORKER = ROOT / "mstore" / "clusters" / "at_remote.py"
 # Asks Slurm by its commands, and jobs have their number in their environment.
 SLURM = ROOT / "mstore" / "clusters" / "slurm.py"
-LIBRARY = sorted({*(ROOT / "mstore").rglob("*.py")} - {CONVERTER})
+LIBRARY = sorted({*(ROOT / "mstore").rglob("*.py")} - {CONVERTER, SUPERVISOR})
 # Functions of what a store reports: as silent as the library.
 PAGES = sorted((ROOT / "pages").rglob("*.py"))
 ADAPTERS = sorted(
@@ -238,7 +242,7 @@ def test_input_stays_data() -> None:
     """Nothing in the library unpickles, evaluates or runs what it reads, nor imports torch."""
 
     def rule(path: Path, source: str) -> Iterator[str]:
-        starts_programs = path in ADAPTERS or path in (PARENT, SLURM)
+        starts_programs = path in ADAPTERS or path in (PARENT, SLURM, WATCHER)
         allowed = {"subprocess"} if starts_programs else set()
         return breaches(source, EXECUTION - allowed - ({"pickle"} if path in CALLS else set()))
 

@@ -17,6 +17,7 @@ from mstore.api import reports
 from mstore.api.adding import Adding
 from mstore.api.exchanging import Exchanging
 from mstore.api.integrations.transformers import from_pretrained
+from mstore.api.judging import Judging
 from mstore.api.keeping import Keeping
 from mstore.api.load import SafeOpen, TensorSlice
 from mstore.api.merging import Merging
@@ -38,7 +39,7 @@ WIDTH = 88
 # In a docstring, a line that begins with names of parameters and a colon.
 _ITEM = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*): ", re.MULTILINE)
 # Users see a store as one class; its parts give the page its sections.
-PARTS = (OpenStore, Adding, Reading, Merging, Naming, Keeping, Exchanging)
+PARTS = (OpenStore, Adding, Reading, Merging, Judging, Naming, Keeping, Exchanging)
 IDS: tuple[type, ...] = (
     *(ids.BlockId, ids.TensorId, ids.ManifestId, ids.SnapshotId, ids.PlanId, ids.NoteId),
 )
@@ -78,6 +79,8 @@ def _sections() -> Iterator[str]:
     words, row = mstore.Vocabulary, mstore.TokenRow
     yield f"## mstore.Vocabulary\n\n{_text(words)}\n{_fields(words)}"
     yield f"## mstore.TokenRow\n\n{_text(row)}\n{_fields(row)}"
+    yield f"## mstore.Gate\n\n{_text(mstore.Gate)}"
+    yield from _members(mstore.Gate, "Gate", "gate")
     yield f"## mstore.Budget\n\n{_text(mstore.Budget)}"
     yield from _members(mstore.Budget, "Budget", "budget")
     yield f"## Ids\n\n{_text(ids.Id)}"
@@ -105,7 +108,7 @@ def _sections() -> Iterator[str]:
     yield "## mstore.api.integrations\n\nOther libraries on top of mstore.\n"
     yield _function("integrations.transformers", from_pretrained)
     yield "## mstore_fuse.mounts\n\nMounts, for programs: what the command line calls.\n"
-    for call in (mounts.mount, mounts.mounts, mounts.unmount, mounts.unmount_all):
+    for call in (mounts.mount, mounts.shown, mounts.mounts, mounts.unmount, mounts.unmount_all):
         yield _function("mounts", call)
     yield f"### MountInfo\n\n{_text(MountInfo)}\n{_fields(MountInfo)}"
     yield f"### Unmounted\n\n{_text(mounts.Unmounted)}\n{_fields(mounts.Unmounted)}"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SUCCESS = 0
 FAILURE = 1
 USAGE = 2
+REFUSED = 3
+"""A command judged a snapshot, and says no."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 DISK_FULL_HINT = "free some space and run the command again; nothing was published"
@@ -87,6 +89,8 @@ def rules() -> tuple[Rule, ...]:
         Rule(errors.BudgetExceeded, FAILURE, "mstore fsck"),
         Rule(errors.StorageFailed, FAILURE),
         Rule(errors.Interrupted, FAILURE),
+        Rule(errors.CommandFailed, FAILURE),
+        Rule(errors.GateFailed, REFUSED),
         Rule(errors.Unavailable, FAILURE),
         Rule(errors.MstoreError, FAILURE),
         Rule(OSError, FAILURE),

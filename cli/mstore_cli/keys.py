@@ -81,6 +81,10 @@ OBJECTS: dict[str, type] = {
     "shared bytes": reports.SharedBytes,
     "ref usage": reports.RefUsage,
     "note": reports.NoteReport,
+    "row of scores": reports.MetricsRow,
+    "verdict": reports.VerdictReport,
+    "checked score": reports.CheckedScore,
+    "candidate": reports.CandidateReport,
     "signature": reports.SignatureReport,
     "verification": reports.VerifyReport,
     "problem": reports.Problem,
@@ -189,6 +193,10 @@ _MERGE_TO_COME = (
     Key("file", "text or null", "where -o wrote the plan"),
 )
 
+_VERDICTS = (
+    Key("verdicts", "list of verdict", "what the gates of --check said; empty without it"),
+    Key("moved", "true or false", "whether the branch moved; false: a gate said no"),
+)
 DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "init": (
         Key("path", "text", "the store"),
@@ -217,8 +225,10 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
         Key(one.name, "text" if one.kind is str else "list of text", one.help)
         for one in USER_KEYS.values()
     ),
-    "add": keys_of(reports.AddReport),
-    "add PATH PATH": (Key("added", "list of added checkpoint", "in the order of storing"),),
+    "add": (*keys_of(reports.AddReport), *_VERDICTS),
+    "add PATH PATH": (
+        Key("added", "list of added checkpoint", "in the order of storing, each as of `add`"),
+    ),
     "analyze": keys_of(reports.AnalyzeReport),
     "check-merge": keys_of(reports.CompatibilityReport),
     "align": keys_of(reports.AlignReport),
@@ -229,7 +239,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "plan --sweep": keys_of(reports.SweepReport),
     "methods": (Key("methods", "list of method", "all of them, or the named one"),),
     "plans": (Key("plans", "list of plan", "by base, method and cost"),),
-    "merge": keys_of(reports.MergeReport),
+    "merge": (*keys_of(reports.MergeReport), *_VERDICTS),
     "materialize": keys_of(reports.MaterializeReport),
     "log": (Key("snapshots", "list of snapshot", "newest first"),),
     "show": keys_of(reports.SnapshotReport),
@@ -283,7 +293,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "remote du": keys_of(reports.RemoteUsageReport),
     "remote gc": keys_of(reports.RemoteGcReport),
     "remote fsck": keys_of(reports.RemoteCheckReport),
-    "push": keys_of(reports.PushReport),
+    "push": (*keys_of(reports.PushReport), _VERDICTS[0]),
     "fetch": keys_of(reports.FetchReport),
     "pull": keys_of(reports.FetchReport),
     "prefetch": keys_of(reports.PrefetchReport),
@@ -292,6 +302,15 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "clone": keys_of(reports.CloneReport),
     "copy": keys_of(reports.CopyReport),
     "bundle create": keys_of(reports.BundleReport),
+    "eval": keys_of(reports.EvaluationReport),
+    "gate": (Key("candidates", "list of candidate", "by time"),),
+    "gate run": (
+        Key("passed", "true or false", "whether the snapshot passed all"),
+        Key("verdicts", "list of verdict", "what the gates said, until one said no"),
+    ),
+    "gate drop": keys_of(reports.RemoveReport),
+    "gate require": (Key("required_gates", "object", "names of gates by pattern of refs"),),
+    "metrics": (Key("metrics", "list of row of scores", "by ref, or as --sort says"),),
     "note": (
         Key("notes", "list of note", "those that count; else those that were written or removed"),
     ),

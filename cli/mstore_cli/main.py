@@ -18,6 +18,8 @@ from typing import Final
 from mstore_cli import completion, errors, output, tree
 from mstore_cli.command import Line
 
+_STOPS: Final = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+"""What asks a program to end, and how Python handles it."""
 _UNTIL_TOLD: Final = 2.0
 """Seconds after Ctrl-C until people learn what the program waits for."""
 _UNTIL_ENDED: Final = 8.0
@@ -64,34 +66,39 @@ def _discard_rest() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _hear_ctrl_c() -> None:
-    """Let the first Ctrl-C stop the work, which may wait for a server, but not for long."""
+def _hear_stops() -> None:
+    """Let the first Ctrl-C or SIGTERM stop the work, which may wait for a server, but not for long.
+
+    Work that is stopped cleans up behind it: a merge cancels the jobs that it has in a queue.
+    """
 
     def end(*_: object) -> None:
         # What is published is whole, wherever a process ends.
         os._exit(errors.INTERRUPTED)
 
-    def wait() -> None:
+    def wait(number: int) -> None:
         time.sleep(_UNTIL_TOLD)
         errors.note("waiting for what is under way; Ctrl-C again does not wait")
         time.sleep(_UNTIL_ENDED)
         # Whatever has another handler by now decides for itself, or has published its result.
-        if signal.getsignal(signal.SIGINT) is end:
+        if signal.getsignal(number) is end:
             os._exit(errors.INTERRUPTED)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, end)
-        threading.Thread(target=wait, daemon=True).start()
+        for one in usual:
+            signal.signal(one, end)
+        threading.Thread(target=wait, args=(number,), daemon=True).start()
         raise KeyboardInterrupt
 
-    # A shell has what runs in the background ignore it.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, stop)
+    # A shell has what runs in the background ignore Ctrl-C.
+    usual = [one for one, handler in _STOPS.items() if signal.getsignal(one) == handler]
+    for one in usual:
+        signal.signal(one, stop)
 
 
 def main() -> None:
     """The entry point of the installed program."""
-    _hear_ctrl_c()
+    _hear_stops()
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

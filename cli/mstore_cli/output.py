@@ -258,12 +258,12 @@ def named(refs: Iterable[str]) -> str:
 
 def noted(note: NoteReport) -> str:
     """Describe a note in a line: its key and value, and its kind if that says more."""
-    import json  # late: few snapshots have notes
-
-    value = note.value
-    told = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     kind = "" if note.kind == "value" else f"{note.kind} "
-    return f"{kind}{note.key} = {elided(told, _VALUE_WIDTH)}"
+    key = note.key.removeprefix("gate: ")
+    if note.kind in ("evaluation", "verdict"):
+        # A command, unless somebody gave it a name.
+        key = elided(key, _VALUE_WIDTH)
+    return f"{kind}{key} = {elided(note.told(), _VALUE_WIDTH)}"
 
 
 def when(time_ns: int) -> str:

@@ -169,6 +169,10 @@ class Session:
         if store.is_lazy:
             # Whatever reads a block may ask a remote.
             _let_ask(store, own_endpoints())
+        if store.has_required_gates:
+            from mstore_cli.signers import trusted_signers
+
+            store.trust_verdicts(trusted_signers(None))
         why = store.doubt()
         self.is_doubted = why is not None
         if why is not None:
@@ -211,13 +215,14 @@ class Session:
         return with_store(as_phrase(hint).spelled(Typed(store)), store)
 
     def settled(self) -> None:
-        """Declare everything published: Ctrl-C is ignored from here until the process ends.
+        """Declare everything published: no Ctrl-C or SIGTERM ends the process from here on.
 
         Only closing the store and printing the result remain; "interrupted" would be false.
         """
         # Other threads receive no Ctrl-C, and Python refuses the call there.
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for one in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(one, signal.SIG_IGN)
 
     def progress(self) -> AbstractContextManager[ProgressCallback | None]:
         """Return the callback for a long call: a bar on a terminal, else None."""

@@ -4,6 +4,13 @@
     author = "Ada <ada@example.org>"
     endpoints = ["https://minio.example.org"]
     cache_size = "50GiB"
+    signing_key = "/home/ada/.ssh/id_ed25519"
+
+    [gates.quality]         what the gate `quality` runs, wherever a store or a command names it
+    command = "python /srv/score.py {}"
+    score = ["acc=results.json:acc"]
+    min = ["acc>=base-0.01"]
+    timeout = "30m"
 
 Owns the keys, and how the file is read and written.  Only the command line reads it; what a command
 line or an MSTORE_* variable says wins.  The file is data, read up to a limit, and has to be the
@@ -123,6 +130,80 @@ def cache_size() -> int | None:
     return parse_size(str(found), option="cache_size") if is_set else None
 
 
+def _signing_key(word: str) -> str:
+    """Return the path of a key.  Raises NotFound if there is none: a slip would be kept."""
+    if not os.path.isfile(word):
+        from mstore.terms.errors import NotFound
+
+        raise NotFound(
+            "no such file", where=word or "''", hint="mstore config --user signing_key FILE"
+        )
+    return os.path.abspath(word)
+
+
+class GateConfig(NamedTuple):
+    """What a gate runs: the words of its command, and texts as the options take them."""
+
+    command: tuple[str, ...]
+    score: tuple[str, ...] = ()
+    min: tuple[str, ...] = ()
+    timeout: str | None = None
+
+
+GATES: Final = "gates"
+"""The table of gates; `config --user` keeps it, and only an editor changes it."""
+
+
+def gates() -> dict[str, GateConfig]:
+    """Return the user's gates by name.  Raises as `read`."""
+    text = _text(path())
+    return {name: _gate(name, value, text) for name, value in _tables(text).items()}
+
+
+def _tables(text: str) -> dict[str, Any]:
+    found = _parsed(text).get(GATES, {})
+    if not isinstance(found, dict):
+        raise _refused("gates are tables, as [gates.NAME]", _line_of(GATES, text))
+    return found
+
+
+def _gate(name: str, given: Any, text: str) -> GateConfig:
+    line = _line_of(f"gates.{name}", text)
+    if not isinstance(given, dict) or not given.get("command"):
+        raise _refused(f'gates.{name} takes command = "..."', line)
+    unknown = given.keys() - {*GateConfig._fields}
+    if unknown:
+        known = ", ".join(GateConfig._fields)
+        raise _refused(f"no such setting of a gate: {min(unknown)!r}; there are {known}", line)
+    lists = {key: given.get(key, []) for key in ("score", "min")}
+    lists = {key: [one] if isinstance(one, str) else one for key, one in lists.items()}
+    command, timeout = given["command"], given.get("timeout")
+    try:
+        words = shlex.split(command) if isinstance(command, str) else command
+    except ValueError as error:
+        raise _refused(f"gates.{name}: the command has {str(error).lower()}", line) from None
+    texts = (words, *lists.values(), [] if timeout is None else [timeout])
+    if not all(isinstance(one, list) and all(isinstance(t, str) for t in one) for one in texts):
+        raise _refused(f"gates.{name}: command, score, min and timeout are texts", line)
+    return GateConfig(tuple(words), tuple(lists["score"]), tuple(lists["min"]), timeout)
+
+
+def _gates_text(tables: Mapping[str, Any]) -> str:
+    """Return the tables of gates as TOML."""
+    lines = []
+    for name, table in tables.items():
+        lines.append(f"\n[{GATES}.{_quoted(name)}]\n")
+        for key, value in table.items():
+            told = f"[{', '.join(map(_quoted, value))}]" if isinstance(value, list) else ""
+            lines.append(f"{key} = {told or _quoted(value)}\n")
+    return "".join(lines)
+
+
+def _quoted(text: object) -> str:
+    # A JSON string is a TOML string, but for the delete character.
+    return json.dumps(str(text), ensure_ascii=False).replace("\x7f", "\\u007F")
+
+
 KEYS: Final[Mapping[str, Key]] = MappingProxyType(
     {
         key.name: key
@@ -160,6 +241,14 @@ KEYS: Final[Mapping[str, Key]] = MappingProxyType(
                 "the most that each store keeps on its disk of what it reads at lazy remotes and "
                 "computes of virtual merges; a tenth of the disk unless it is set",
             ),
+            Key(
+                "signing_key",
+                str,
+                _signing_key,
+                os.path.abspath,
+                _not_absolute,
+                "the private key, ed25519, that signs verdicts of your gates",
+            ),
         )
     }
 )
@@ -180,16 +269,22 @@ def read() -> dict[str, Value]:
     """
     found: dict[str, Value] = {name: key.kind() for name, key in KEYS.items()}
     text = _text(path())
-    if text:
-        import tomllib  # late: commands that need no setting do not wait for it
-
-        try:
-            given = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _refused(*_place(str(error), text)) from error
-        for name, value in given.items():
+    for name, value in _parsed(text).items():
+        if name != GATES:
             found[name] = _checked(name, value, _line_of(name, text))
     return found
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Return what the file says.  Raises BadRequest."""
+    if not text:
+        return {}
+    import tomllib  # late: commands that need no setting do not wait for it
+
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refused(*_place(str(error), text)) from error
 
 
 def add(key: str, words: Sequence[str]) -> None:
@@ -325,16 +420,13 @@ def _write(settings: Mapping[str, Value]) -> None:
 
     lines = []
     for name, value in settings.items():
-        # A JSON string is a TOML string, but for the delete character.
-        texts = [
-            json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007F") for one in _listed(value)
-        ]
+        texts = [_quoted(one) for one in _listed(value)]
         if isinstance(value, str):
             lines += [f"{name} = {text}\n" for text in texts]
         elif texts:
             inside = "".join(f"    {text},\n" for text in texts)
             lines.append(f"{name} = [\n{inside}]\n")
-    text = "".join(lines)
+    text = "".join(lines) + _gates_text(_tables(_text(path())))
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -11,6 +11,7 @@ GROUPS = {
         *("check-merge", "analyze", "align", "cast", "extract-lora", "combine-adapters"),
     ),
     "Look": ("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe", "report"),
+    "Judge": ("eval", "metrics", "gate", "gate run", "gate drop", "gate require"),
     "Names": ("refs", "tag", "reset", "rename", "reflog", "rm", "note"),
     "Share": (
         *(

@@ -8,14 +8,18 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 import msgspec
 
+from mstore import fs
 from mstore.terms.errors import (
     BadRequest,
     Conflict,
@@ -133,6 +137,60 @@ def mount(
             return made[0]
     last.serve(request, answered)
     return made[0]
+
+
+@contextmanager
+def shown(
+    store_path: Path,
+    revision: str,
+    mountpoint: Path,
+    *,
+    endpoints: Sequence[str] = (),
+    cache_size: int | None = None,
+) -> Iterator[Path]:
+    """Make a directory, and mount a snapshot there for the time of the block.
+
+    The mount ends with this process, too, however that ends. Arguments, and what this raises, as
+    for `mount`; at the end of the block Unavailable, if the mount has ended meanwhile.
+    """
+    fs.make_directory(mountpoint, private=True)
+    answers: SimpleQueue[MstoreError | None] = SimpleQueue()
+
+    def serve() -> None:
+        # The thread waits for the end: a mount in the foreground ends with its starter.
+        try:
+            mount(
+                store_path,
+                revision,
+                mountpoint,
+                foreground=True,
+                on_ready=lambda info: answers.put(None),
+                endpoints=endpoints,
+                cache_size=cache_size,
+            )
+            answers.put(None)
+        except MstoreError as error:
+            answers.put(error)
+
+    server = threading.Thread(target=serve, name="mount", daemon=True)
+    server.start()
+    refused = answers.get()
+    if refused is not None:
+        raise refused
+    try:
+        yield mountpoint
+    finally:
+        try:
+            unmount(mountpoint)
+        except Conflict:
+            unmount(mountpoint, lazy=True)
+        except NotFound:
+            # It ended by itself, which the answer below tells.
+            pass
+        server.join()
+    ended = answers.get()
+    if ended is not None:
+        raise ended
 
 
 def _one_of(kind: type[Choice], name: str, value: str) -> Choice:

@@ -15,6 +15,7 @@ from typing import cast
 
 from mstore.api.adding import Adding
 from mstore.api.exchanging import Exchanging
+from mstore.api.judging import Judging
 from mstore.api.keeping import Keeping
 from mstore.api.merging import Merging
 from mstore.api.naming import Naming
@@ -28,7 +29,7 @@ from mstore.terms.report import html
 __all__ = ["Snapshot", "Store"]
 
 
-class Store(Reading, Adding, Merging, Naming, Exchanging, Keeping):
+class Store(Reading, Adding, Merging, Naming, Exchanging, Keeping, Judging):
     """An open store.  Use it as a context manager, or call `close`.
 
     Iterating gives the names of its branches and tags.

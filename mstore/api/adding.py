@@ -83,6 +83,7 @@ class Adding(OpenStore):
         path: str | Path,
         *,
         name: str,
+        candidate: str | None = None,
         base: Revision | None = None,
         detect_base: bool = False,
         kind: str = "full",
@@ -101,6 +102,8 @@ class Adding(OpenStore):
 
         path: the directory, the file, or a model of a Hugging Face cache
         (`mstore.checkpoint.tree.cached_model` finds it by its id).
+        candidate: a word for this run.  Then it is published as the run's candidate for the branch,
+        `candidates/RUN/NAME`, and the branch stays, as for `merge`.
         base: the revision that the checkpoint was tuned from.  The call also stores statistics of
         the differences; merges are planned from them.
         detect_base: if no base is named, find the nearest of the stored snapshots; the report says
@@ -142,7 +145,7 @@ class Adding(OpenStore):
                 "differences are added to a base, and none is named", hint=Option("base", "REF")
             )
         policy = self._policy(codec)
-        branch_to_move(self._catalog, name)
+        branch_to_move(self._catalog, name, candidate)
         for option, patterns in ((Option("only"), only), (Option("skip"), skip)):
             require_patterns(patterns, option)
         exclusion = Exclusion.chosen(exclude, defaults=default_excludes)
@@ -163,6 +166,7 @@ class Adding(OpenStore):
                     self._statistics,
                     checkpoint,
                     name=name,
+                    candidate=candidate,
                     base=chosen,
                     kind="delta" if kind == "delta" else "full",
                     policy=policy,

@@ -193,13 +193,15 @@ class Exchanging(OpenStore):
         jobs: parts that are sent at once.
         limit_rate: the most bytes a second, all parts together.
 
-        Raises Conflict (a ref has commits there that it lacks here), NotFound, BadRequest,
-        Incompatible (another block size, a server that ignores conditions), Corrupt, Unavailable.
+        Raises Conflict (a ref has commits there that it lacks here), GateFailed, NotFound,
+        BadRequest, Incompatible (another block size, a server that ignores conditions), Corrupt,
+        Unavailable.
         """
         from mstore.remotes import registry
         from mstore.remotes.push import Push
 
         chosen = registry.chosen_to_push(self._catalog, name, refs, delete, every=every)
+        registry.require_gates(self._catalog, chosen)
         with self._remote(name, limit_rate) as remote:
             return Push(
                 self._catalog,

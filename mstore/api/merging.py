@@ -19,7 +19,7 @@ from mstore.store.contents import placing_damage
 from mstore.store.models import tensors_of, with_model
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import PREPARE
-from mstore.terms.errors import BadRequest
+from mstore.terms.errors import BadRequest, GateFailed
 from mstore.terms.ids import ManifestId, PlanId, Revision, SnapshotId
 from mstore.terms.phrases import Option, call, phrase
 
@@ -595,9 +595,19 @@ class Merging(Exchanging):
         allow_nonfinite, cluster, remote, push: as for `merge`.
 
         Raises NotFound, BadRequest (not a branch), Incompatible (new elements that are not finite),
-        Conflict (a tag, or it moved), and what `merge` raises on a cluster.
+        Conflict (a tag, or it moved), GateFailed (a gate guards the branch, and the result is new),
+        and what `merge` raises on a cluster.
         """
         from mstore.merge.virtual.deferred import materialize
+        from mstore.store.gates import required
+
+        if required(self._catalog.config, name):
+            raise GateFailed(
+                "a gate guards this branch, and what materialize makes is new: nothing has judged "
+                "it",
+                where=name,
+                hint=call("merge", plan=name, name=name),
+            )
 
         def run(workers: Workers | None, delivery: Delivery | None, most: int) -> MaterializeReport:
             return materialize(

@@ -11,6 +11,15 @@ nanoseconds since the epoch (`*_ns`) or seconds of duration (`seconds`), ids hav
 from __future__ import annotations
 
 from mstore.api.naming import RemoveReport
+from mstore.judging.evaluation import EvaluationReport
+from mstore.judging.gate import (
+    CandidateReport,
+    CheckedScore,
+    VerdictReport,
+    VerdictRow,
+)
+from mstore.judging.guarded import GateReport
+from mstore.judging.metrics import MetricsRow
 from mstore.merge.analysis.blame import BlameReport, ExpertBlame, LayerBlame, TensorBlame
 from mstore.merge.analysis.compatibility import CompatibilityFinding, CompatibilityReport
 from mstore.merge.analysis.explain import (
@@ -95,8 +104,10 @@ __all__ = [
     "BackupReport",
     "BlameReport",
     "BundleReport",
+    "CandidateReport",
     "CastReport",
     "CheckReport",
+    "CheckedScore",
     "CheckoutReport",
     "CloneReport",
     "CodecUsage",
@@ -111,6 +122,7 @@ __all__ = [
     "DiffReport",
     "DirectoryDiffReport",
     "DropReport",
+    "EvaluationReport",
     "ExpertBlame",
     "ExpertShare",
     "Explanation",
@@ -118,6 +130,7 @@ __all__ = [
     "FetchReport",
     "FileDiff",
     "FileReport",
+    "GateReport",
     "GcReport",
     "HeldBytes",
     "LayerBlame",
@@ -127,6 +140,7 @@ __all__ = [
     "MergeReport",
     "MergeWarning",
     "MethodReport",
+    "MetricsRow",
     "MigrateReport",
     "MovedRef",
     "NotFiniteTensor",
@@ -173,6 +187,8 @@ __all__ = [
     "TruncatedTensor",
     "UnpinReport",
     "UsageReport",
+    "VerdictReport",
+    "VerdictRow",
     "VerifyReport",
     "WorkerReport",
 ]

@@ -29,7 +29,7 @@ from mstore.terms.errors import RemoteAway
 from mstore.terms.ids import Buffer, PackId
 from mstore.terms.phrases import call
 
-REQUESTS: Final = 8
+REQUESTS: Final = 32
 """Requests at once for what is needed soon."""
 REQUEST_BYTES: Final = 2 << 20
 """Bytes of one request at most: smaller ones keep all connections busy, each at its own pace."""

@@ -225,6 +225,14 @@ PLANS: Final = Table(
 NOTES: Final = Table(
     "notes", form(id_of(SnapshotId), id_of(NoteId)), EMPTY, "the notes of a snapshot"
 )
+JUDGED: Final = Table(
+    "judged",
+    form(id_of(SnapshotId), word("key of a note")),
+    form(id_of(NoteId), number(1, "passed")),
+    "an evaluation or verdict that this store made by running a command, and whether the snapshot "
+    "passed; no other note counts at a gate",
+    is_own=True,
+)
 BACKUP: Final = Table(
     "backup",
     form(number(8, "generation")),

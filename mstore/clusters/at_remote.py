@@ -41,7 +41,7 @@ from mstore.blocks.packs import (
 from mstore.blocks.reader import BlockReader, decoded, located
 from mstore.clusters.probe import scratch_bytes
 from mstore.merge.running.delivery import Delivery
-from mstore.merge.running.leftovers import pack_away, sound_pack, write_away, write_receipt
+from mstore.merge.running.leftovers import pack_away, sound_pack, write_receipt
 from mstore.merge.running.slices import Result
 from mstore.merge.running.workplace import Bench, BlockPlaces, Delivered, Workplace
 from mstore.models.made import Publication
@@ -49,7 +49,7 @@ from mstore.remotes import address
 from mstore.remotes.arrival import ComingPack, is_pack
 from mstore.remotes.layout import pack_name
 from mstore.remotes.lazy import RemoteParts
-from mstore.remotes.needs import LocalRecords, R
+from mstore.remotes.needs import LocalRecords, R, gather, whole
 from mstore.remotes.objects import PIECE_BYTES, PROBE, Absent, Objects
 from mstore.remotes.places import RemotePlaces
 from mstore.remotes.push import Push, Staged
@@ -60,14 +60,13 @@ from mstore.store.disk_cache import DiskCache
 from mstore.store.leases import PACK
 from mstore.store.objects.canonical import Record
 from mstore.store.objects.tensor import Tensor, VirtualTensor
+from mstore.store.refs import BRANCH, TAG
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt, MstoreError, NotFound
 from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId, TensorId
 from mstore.terms.phrases import Text, call
 from mstore.terms.report import ProgressCallback
 
-_TOGETHER: Final = 1 << 16
-"""Blocks whose lengths are looked up at once."""
 _JOBS: Final = 4
 """Parts of a pack that a worker sends, and the coordinator brings, at once."""
 TOKEN: Final = "MSTORE_TOKEN"  # noqa: S105 -- the name of a variable
@@ -174,7 +173,8 @@ def put_pack(objects: Objects, pack: SealedPack) -> None:
 class _PlacesThere(BlockPlaces):
     """Where a remote has the blocks that a plan reads."""
 
-    def __init__(self, remote: Remote, places: RemotePlaces) -> None:
+    def __init__(self, catalog: Catalog, remote: Remote, places: RemotePlaces) -> None:
+        self._catalog = catalog
         self._remote = remote
         self._places = places
 
@@ -185,26 +185,34 @@ class _PlacesThere(BlockPlaces):
         return found | {base: at for base, at in alone if at is not None}
 
     def stored_lengths(self, blocks: Sequence[bytes]) -> npt.NDArray[np.int64]:
-        lengths = np.empty(len(blocks), dtype=np.int64)
-        for start in range(0, len(blocks), _TOGETHER):
-            some = blocks[start : start + _TOGETHER]
-            lengths[start : start + len(some)] = self._places.found(some).stored
+        lengths = self._places.found(blocks).stored
         if (lengths < 0).any():
-            raise self._lacking(int((lengths < 0).sum()))
+            raise self._lacking(list(compress(blocks, lengths < 0)))
         return lengths
 
     def _found(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:
         found = dict(zip(blocks, self._places.locate(Kind.BLOCK, blocks), strict=True))
         lacking = [block for block, at in found.items() if at is None]
         if lacking:
-            raise self._lacking(len(lacking))
+            raise self._lacking(lacking)
         return {block: at for block, at in found.items() if at is not None}
 
-    def _lacking(self, count: int) -> NotFound:
+    def _lacking(self, blocks: Sequence[bytes]) -> NotFound:
+        """Return what to raise; it names the models that have such blocks."""
+        lost = set(blocks)
+        source = LocalRecords(self._catalog)
+        models = []
+        for name, ref in sorted(self._catalog.refs().items()):
+            snapshot = ref.snapshot_id()
+            if ref.kind in (BRANCH, TAG):
+                needs = gather(source, [snapshot], whole(source, [snapshot], ancestors=False))
+                if not lost.isdisjoint(needs.blocks):
+                    models.append(name)
         return NotFound(
-            f"{count} blocks of the inputs are not there, and workers read there",
+            f"{len(lost)} blocks of {', '.join(models) or 'the inputs'} are not there, and "
+            "workers read there",
             where=self._remote.name,
-            hint=call("push", self._remote.name, refs=("BASE", "EXPERT...")),
+            hint=call("push", self._remote.name, refs=tuple(models) or ("BASE", "EXPERT...")),
         )
 
 
@@ -222,7 +230,7 @@ class RemoteDelivery(Delivery):
         remote.make_directory()
         self._state = remote.state()
         self._uuid = str(self._state.root.uuid)
-        self.places = _PlacesThere(remote, RemotePlaces(remote, self._state))
+        self.places = _PlacesThere(catalog, remote, RemotePlaces(remote, self._state))
 
     def workplace(self, directory: Path) -> Workplace:
         return AtRemote(self._config)
@@ -230,13 +238,11 @@ class RemoteDelivery(Delivery):
     def keep(self, directory: Path, pack: Delivered, results: Sequence[Result]) -> None:
         if isinstance(pack, SentPack):
             path = directory / f"{pack.id.hex()[:16]}{PACK}"
-            write_away(path, self._uuid, pack)
-            write_receipt(path, results)
+            write_receipt(path, results, (self._uuid, pack))
 
     def _here(self, receipt: Path) -> SealedPack | None:
         """Return the pack that lies beside a receipt, if that is sound."""
-        path = receipt.with_suffix(PACK)
-        return sound_pack(path, self._catalog) if fs.is_there(path) else None
+        return sound_pack(receipt.with_suffix(PACK), self._catalog)
 
     def _there(self, receipt: Path) -> SentPack | None:
         """Return the pack at this remote that a receipt is of, if that is there."""

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, Self, TypeVar
@@ -31,6 +32,7 @@ _UNKNOWN_SLOTS: Final = 31
 """Where an executor does not say how many it runs at once."""
 
 
+@cache
 def sources() -> str:
     """Return a digest of the sources of mstore: other ones may compute other bytes."""
     root = Path(terms.__file__).parent.parent

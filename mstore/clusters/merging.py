@@ -22,7 +22,7 @@ from mstore.remotes.state import Remote
 from mstore.store.catalog import Catalog
 from mstore.terms.errors import BadRequest
 from mstore.terms.phrases import Option
-from mstore.terms.report import ProgressCallback
+from mstore.terms.report import Progress, ProgressCallback
 
 T = TypeVar("T")
 _ATTEMPTS: Final = 3
@@ -70,6 +70,9 @@ def on_cluster(
                 delivery = FetchedDelivery(catalog, there, config)
             if not attempt:
                 place = delivery.workplace(catalog.layout.tmp)
+                if progress is not None:
+                    # A queue may take an hour to give the first.
+                    progress(Progress("wait for workers", 0, 1))
                 require_able(engine, place, memory=memory, slice_bytes=slice_bytes)
             try:
                 return run(engine, delivery)

@@ -25,7 +25,7 @@ from mstore.remotes.needs import LocalRecords, lineage
 from mstore.remotes.objects import Absent, Objects
 from mstore.remotes.state import Remote, RemoteState
 from mstore.remotes.tracking import may_write
-from mstore.store import refs
+from mstore.store import gates, refs
 from mstore.store.catalog import Catalog
 from mstore.store.config import RemoteConfig
 from mstore.store.leaning import all_leaning, require_here
@@ -284,6 +284,15 @@ def chosen_to_push(
             ),
         )
     return names
+
+
+def require_gates(catalog: Catalog, names: Sequence[str]) -> None:
+    """Raise GateFailed if a ref to push points at what a gate that guards it has not passed."""
+    with catalog.index.env.read() as transaction:
+        known = refs_in(catalog.index, transaction)
+        found = {name: known.get(name) for name in refs.chosen(known.names(), names)}
+        moves = {name: ref.snapshot_id() for name, ref in found.items() if ref is not None}
+        gates.require_passed(catalog, transaction, moves)
 
 
 def chosen(

@@ -34,6 +34,7 @@ from mstore.store.models import models_in, paired, tensors_of
 from mstore.store.objects.manifest import File, Manifest
 from mstore.store.objects.shapes import chosen, require_same_shapes
 from mstore.store.objects.snapshot import ADD, BASE, Origin, Parent, SnapshotRecord
+from mstore.store.refs import CANDIDATE, below
 from mstore.store.tied import KEY, Tied, own_head, ties
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import Corrupt
@@ -180,10 +181,12 @@ def add(
     policy: Policy,
     message: str,
     threads: int,
+    candidate: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> AddReport:
     """Store a scanned checkpoint under a ref, encoding new blocks by `policy`.
 
+    candidate: a run whose candidate for the branch `name` will point at it, in its place.
     kind: what its tensors are; if they are differences to the base, their sums are stored.
     message: the reason. A snapshot of a Hub cache also tells the model and its commit.
 
@@ -213,7 +216,7 @@ def add(
         _require_fine_tune(base_manifest, of_base or {}, checkpoint, catalog, name, base)
     tick = ProgressCounter("add", _to_read(checkpoint, differences), progress)
     with Transaction(catalog, f"add {name}") as transaction:
-        current = branch_to_move(catalog, name)
+        current = branch_to_move(catalog, name, candidate)
         adder = FileAdder(
             catalog,
             statistics,
@@ -257,6 +260,7 @@ def add(
             keeps=partial(_records_base, base),
             # Of sums, much is the base's own.
             relies=differences is not None,
+            candidate=candidate,
         )
         # Before the commit: an error after it would report a failure of something that was done.
         recorded = _recorded_base(catalog, snapshot)
@@ -267,8 +271,9 @@ def add(
     if differences is not None:
         remarks = (*remarks, *_difference_hints(catalog, differences, manifest, told_size))
     is_recorded = recorded is not None and recorded.snapshot == base.snapshot
+    called = name if candidate is None else below(CANDIDATE, candidate, name)
     return AddReport(
-        name=name,
+        name=called,
         snapshot=snapshot.id(),
         manifest=manifest_id,
         new_snapshot=is_new,

@@ -1,10 +1,12 @@
 """Notes of snapshots: their rows in the index, what is reported of them, how they are written.
 
-    notes   SnapshotId + NoteId   -> empty
+    notes    SnapshotId + NoteId             -> empty
+    judged   SnapshotId + key of the note    -> NoteId, whether the snapshot passed
 
 What notes mean follows from the records (`mstore.store.objects.note`).  A note is published like
 everything else, in one transaction that finds its snapshot still stored.  It lives as long as the
-snapshot's record does.
+snapshot's record does.  A row of `judged` says that this store wrote the note because it ran a
+command: no copy, fetch or push has these rows, and a removal of the note takes its row along.
 """
 
 from __future__ import annotations
@@ -15,11 +17,20 @@ from typing import Any
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import NOTES
+from mstore.blocks.schema import JUDGED, NOTES
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.canonical import MAX_COUNT
-from mstore.store.objects.note import COUNTS, REMOVAL, STATING, Note, packed, states
+from mstore.store.objects.note import (
+    COUNTS,
+    EVALUATION,
+    REMOVAL,
+    STATING,
+    VERDICT,
+    Note,
+    packed,
+    states,
+)
 from mstore.terms.errors import BadName, BadRequest, Conflict, Corrupt, NotFound
 from mstore.terms.ids import NoteId, SnapshotId
 from mstore.terms.phrases import Call, call, few, is_text
@@ -102,6 +113,23 @@ class NoteReport(Report, frozen=True):
     signatures: tuple[SignatureReport, ...] = ()
     """signatures of this note"""
 
+    def told(self) -> str:
+        """Return its value in a line: of an evaluation its scores, of a verdict what it says."""
+        import json  # late: few snapshots have notes
+
+        value = self.value
+        scores = value.get("scores") if isinstance(value, dict) else None
+        if self.kind in (EVALUATION, VERDICT) and isinstance(scores, dict):
+            said = [f"{name} {_number(score)}" for name, score in scores.items()]
+            if self.kind == VERDICT:
+                said.insert(0, "passed" if value.get("passed") is True else "did not pass")
+            return ", ".join(said)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _number(score: object) -> str:
+    return f"{score:.6g}" if isinstance(score, int | float) else "?"
+
 
 # -- reading -------------------------------------------------------------------------------------
 
@@ -176,9 +204,16 @@ def named(
 
 
 def write(
-    catalog: Catalog, snapshot: SnapshotId, values: Mapping[str, object], kind: str
+    catalog: Catalog,
+    snapshot: SnapshotId,
+    values: Mapping[str, object],
+    kind: str,
+    *,
+    judged: bool | None = None,
 ) -> list[NoteId]:
     """Publish a note for each key, all or none; a value that counts already is not written again.
+
+    judged: whether the snapshot passed, if running a command says so; then all are written.
 
     Each is newer than the one that it replaces, whatever the clock says. Raises BadRequest,
     Conflict, StorageFailed.
@@ -201,7 +236,8 @@ def write(
         data = packed(value, quoted(key))
         id, last = counting.get(key, (None, None))
         same = (kind, data, author)
-        if id is not None and last is not None and (last.form, last.data, last.author) == same:
+        is_same = last is not None and (last.form, last.data, last.author) == same
+        if id is not None and is_same and judged is None:
             written.append(id)
             continue
         time_ns = now if last is None else max(now, last.time_ns + 1)
@@ -213,7 +249,13 @@ def write(
             )
         new.append(Note(snapshot, (), kind, key, data, author, time_ns))
         written.append(new[-1].id())
-    publish(catalog, new)
+
+    def mark(rows: IndexTransaction) -> None:
+        for one in new:
+            if judged is not None:
+                catalog.index.put(rows, JUDGED, (snapshot, one.key), (one.id(), int(judged)))
+
+    publish(catalog, new, also=mark)
     return written
 
 
@@ -234,12 +276,26 @@ def remove(catalog: Catalog, snapshot: SnapshotId, names: Sequence[str]) -> list
     hidden = {id for one in notes.values() if one.form == REMOVAL for id in one.notes}
     if chosen and not hidden.issuperset(chosen):
         author, data = catalog.author(), packed(None)
-        publish(catalog, [Note(snapshot, tuple(chosen), REMOVAL, "", data, author, now_ns())])
+        removal = Note(snapshot, tuple(chosen), REMOVAL, "", data, author, now_ns())
+
+        def unmark(rows: IndexTransaction) -> None:
+            for key, (id, _) in list(catalog.index.walk(rows, JUDGED, snapshot)):
+                if id in chosen:
+                    catalog.index.delete(rows, JUDGED, key)
+
+        publish(catalog, [removal], also=unmark)
     return chosen
 
 
-def publish(catalog: Catalog, records: Collection[Note]) -> None:
-    """Publish notes.  Raises BadRequest, Conflict (a snapshot is gone), StorageFailed."""
+def publish(
+    catalog: Catalog,
+    records: Collection[Note],
+    also: Callable[[IndexTransaction], None] = lambda rows: None,
+) -> None:
+    """Publish notes; `also` changes rows in the same commit.
+
+    Raises BadRequest, Conflict (a snapshot is gone), StorageFailed.
+    """
     from mstore.store.transaction import Transaction  # late: reading needs none
 
     if not records:
@@ -256,6 +312,7 @@ def publish(catalog: Catalog, records: Collection[Note]) -> None:
                         hint=call("log"),
                     )
                 insert(catalog.index, rows, record)
+            also(rows)
 
         transaction.commit(also=insert_rows)
 

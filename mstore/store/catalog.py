@@ -46,6 +46,8 @@ class Catalog(Payloads):
         self.config = config
         self._candidates: dict[str, Hold] = {}
         self.author: Callable[[], str] = str
+        # Whether a trusted signer vouches that a snapshot passed a gate.
+        self.vouched: Callable[[SnapshotId, str], bool] = lambda snapshot, gate: False
         """Asked when a snapshot or a note is made: by whom."""
 
     @classmethod

@@ -6,6 +6,9 @@
     filesystem = ""      a type that behaves as a local filesystem, for whoever uses the store
     require_signed = false   whether a fetch moves refs only to snapshots that a trusted key signed
 
+    [required_gates]     patterns of branches and tags, and the gates that these must pass
+    "prod/*" = ["quality"]
+
     [remote.NAME]        a remote (`mstore.remotes`): its address, and how to reach it
     url = "s3://bucket/models"
     endpoint = ""        the server, where the provider's own is not meant
@@ -72,6 +75,7 @@ class Config(msgspec.Struct, frozen=True):
     filesystem: str = ""
     require_signed: bool = False
     remotes: tuple[RemoteConfig, ...] = ()
+    required_gates: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @classmethod
     def load(cls, layout: Layout) -> Self:
@@ -112,9 +116,11 @@ class Config(msgspec.Struct, frozen=True):
     def changed(self, values: Mapping[str, object]) -> Self:
         """Return a copy with some values replaced. Raises BadRequest."""
         known = msgspec.structs.asdict(self)
-        own = {key: value for key, value in values.items() if key != "remote"}
+        own = {key: value for key, value in values.items() if key not in _TABLES}
         if "remote" in values:
             known["remotes"] = _remotes(values["remote"])
+        if "required_gates" in values:
+            known["required_gates"] = _gates(values["required_gates"])
         return type(self)(**known | {key: _parsed(key, value) for key, value in own.items()})
 
     def values(self) -> dict[str, Value]:
@@ -136,6 +142,12 @@ class Config(msgspec.Struct, frozen=True):
             # Omit the default, so that versions without these keys read most stores.
             if (key, value) not in _OMITTED
         ]
+        if self.required_gates:
+            lines.append("\n[required_gates]\n")
+        lines += [
+            f"{json.dumps(pattern)} = {json.dumps(gates)}\n"
+            for pattern, gates in self.required_gates
+        ]
         return "".join([*lines, *(one.text() for one in self.remotes)])
 
     def save(self, layout: Layout) -> None:
@@ -144,7 +156,10 @@ class Config(msgspec.Struct, frozen=True):
 
 
 _OMITTED: Final = (("shared", Sharing.UMASK), ("filesystem", ""), ("require_signed", False))
-KEYS: Final = tuple(key for key in Config.__struct_fields__ if key != "remotes")
+_TABLES: Final = ("remote", "required_gates")
+KEYS: Final = tuple(
+    key for key in Config.__struct_fields__ if key not in ("remotes", "required_gates")
+)
 _TRUTH: Final = MappingProxyType({"true": True, "false": False})
 WORDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"codec": tuple(Policy), "shared": tuple(Sharing), "require_signed": tuple(_TRUTH)}
@@ -176,6 +191,20 @@ def _remotes(given: object) -> tuple[RemoteConfig, ...]:
         return tuple(msgspec.convert(one, RemoteConfig, strict=True) for one in named)
     except (msgspec.ValidationError, TypeError) as error:
         raise BadRequest(f"the settings of a remote: {error}") from error
+
+
+def _gates(given: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Parse the table of required gates: one name, or a list of names, by pattern."""
+    try:
+        tables = msgspec.convert(given, dict[str, str | tuple[str, ...]])
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"required_gates: {error}") from error
+    found = {
+        pattern: (names,) if isinstance(names, str) else names for pattern, names in tables.items()
+    }
+    if not all(name for names in found.values() for name in names):
+        raise BadRequest("required_gates: a gate without a name")
+    return tuple((pattern, names) for pattern, names in found.items() if names)
 
 
 def _parsed(key: str, value: object) -> Policy | Sharing | str | int:

@@ -42,8 +42,6 @@ HOLD = ".pin"
 """The end of a hold's name, from when holds were called pins: other versions look for it."""
 PACK = ".pack"
 RECEIPT = ".receipt"
-AWAY = ".away"
-"""What stands for a pack that lies at a remote."""
 
 
 class Lease:
@@ -264,7 +262,7 @@ def _seize(layout: Layout, path: Path) -> fs.LockFile | None:
 def claim(layout: Layout, lease: Lease) -> None:
     """Move the leftovers of dead leases into the directory of `lease`, and remove useless ones.
 
-    Moves a pack before its receipt, so that a receipt never exists without its pack.
+    Moves a pack before its receipt, so that no receipt of a pack here is without it.
     """
     for path in _listed(layout):
         # The directory of a live lease may vanish at any moment.
@@ -281,8 +279,7 @@ def _claim_one(layout: Layout, path: Path, lease: Lease) -> None:
         with fs.translated(path):
             names = fs.listed(path)
         for stem in [name.removesuffix(RECEIPT) for name in names if name.endswith(RECEIPT)]:
-            packs = [suffix for suffix in (PACK, AWAY) if stem + suffix in names]
-            for suffix in (*packs, RECEIPT) if packs else ():
+            for suffix in (PACK, RECEIPT) if stem + PACK in names else (RECEIPT,):
                 fs.rename(path / (stem + suffix), lease.directory / _new_name(path, stem, suffix))
         fs.remove_tree(path)
     finally:

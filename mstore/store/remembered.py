@@ -80,6 +80,10 @@ MOST: Final = 1 << 21
 """The most blocks whose lengths are kept: 16 MiB."""
 
 
+_TOGETHER: Final = 1 << 16
+"""Blocks that are looked up together: an id as an object takes twice its bytes."""
+
+
 class StoredLengths:
     """What is known of one store's blocks.  look_up: `Catalog.stored_lengths`."""
 
@@ -133,8 +137,11 @@ class StoredLengths:
         import numpy as np  # late: most commands open a store and never need it
 
         raw = b"".join(lists)
-        ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
-        lengths = self._look_up(ids)
+        lengths = np.empty(len(raw) // ID_BYTES, np.int64)
+        for start in range(0, len(lengths), _TOGETHER):
+            some = raw[start * ID_BYTES : (start + _TOGETHER) * ID_BYTES]
+            ids = [some[at : at + ID_BYTES] for at in range(0, len(some), ID_BYTES)]
+            lengths[start : start + len(ids)] = self._look_up(ids)
         lengths.flags.writeable = False
         ends = np.cumsum([len(one) // ID_BYTES for one in lists])
         return np.split(lengths, ends[:-1])

@@ -26,7 +26,7 @@ from mstore.blocks.codecs import PLAIN_BYTES, Codec, Encoded, elements_of, encod
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, base_of
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
-from mstore.store import contents, leases, listing, refs, unnamed_packs
+from mstore.store import contents, gates, leases, listing, refs, unnamed_packs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.canonical import DEFAULT_LIMITS, Record
 from mstore.store.objects.manifest import Manifest, Part
@@ -469,7 +469,9 @@ def tip_of(
 
 
 def apply_moves(catalog: Catalog, transaction: IndexTransaction, moves: Sequence[RefMove]) -> None:
-    """Move refs within an open index transaction."""
+    """Move refs within an open index transaction.  Raises Conflict, GateFailed."""
+    new = {move.name: move.new.snapshot_id() for move in moves if move.new is not None}
+    gates.require_passed(catalog, transaction, new)
     for move in moves:
         if move.new is not None:
             contents.keep(catalog, transaction, move.new.snapshot_id(), move.name)

@@ -13,6 +13,8 @@
     ├── BudgetExceeded        a read outside the plan was refused
     ├── StorageFailed         a file operation failed (carries errno)
     ├── Interrupted           run the same call again: it continues where this one ended
+    ├── CommandFailed         a command that judges a snapshot failed, hung, or gave no score
+    ├── GateFailed            a ref stays, as the snapshot did not pass a gate that guards it
     └── Unavailable           something outside the store is missing (FUSE, a lock)
         └── RemoteAway        a block is only at a remote, and that does not answer or refuses
 
@@ -184,6 +186,14 @@ class StorageFailed(MstoreError):
 
 class Interrupted(MstoreError):
     """Something outside the store ended the operation; what it had finished is kept."""
+
+
+class CommandFailed(MstoreError):
+    """A command that judges a snapshot could not be started, failed, hung, or gave no score."""
+
+
+class GateFailed(MstoreError):
+    """A ref does not move: the snapshot did not pass a gate that guards it, or nobody has seen."""
 
 
 class Unavailable(MstoreError):

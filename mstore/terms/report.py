@@ -23,13 +23,18 @@ class Report(msgspec.Struct, frozen=True):
         return html(self)
 
 
+def fields(report: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields of a report by name."""
+    return {name: getattr(report, name) for name in report.__struct_fields__}
+
+
 def plain(value: object, typed: Callable[[Text], str] = str) -> Any:
     """Convert a value to JSON types: ids to hex, reports to objects, NaN and infinities to null.
 
     typed: formats a phrase, with its commands as the user types them.
     """
     if isinstance(value, msgspec.Struct):
-        return {name: plain(getattr(value, name), typed) for name in value.__struct_fields__}
+        return {name: plain(one, typed) for name, one in fields(value).items()}
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, float):

@@ -161,13 +161,13 @@ def _ring(chosen: BudgetPoint | None, scale: _Scale) -> Markup | None:
     x, y = scale.place(chosen.expert_bytes, error)
     label = f"this merge: {format_size(chosen.expert_bytes)}, {percent(error)}"
     room = width_of(label, mono=False)
-    # On the side where there is room.
-    is_left = x + 14 + room > WIDTH - _RIGHT
-    kind = "strong end" if is_left else "strong"
+    # To the right, where the curve is lower; as far as there is room.
+    is_last = x + 14 + room > WIDTH - _RIGHT
+    kind = "strong halo end" if is_last else "strong halo"
     return join(
         [
             tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=8, class_="chosen"),
-            text(x + (-14 if is_left else 14), y - 12, label, kind),
+            text(WIDTH - _RIGHT if is_last else x + 14, y - 14, label, kind),
         ]
     )
 

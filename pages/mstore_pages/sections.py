@@ -12,7 +12,7 @@ from mstore.terms.sizes import format_size
 from mstore_pages import curve, figures, lineage
 from mstore_pages.curve import BudgetPoint
 from mstore_pages.document import Cell, bar, details, scroll, table
-from mstore_pages.figures import COSINES, SIGNED, brief, counted, number, percent
+from mstore_pages.figures import COSINES, SIGNED, counted, number, percent
 from mstore_pages.markup import Child, Markup, join, tag
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ def notes(shown: SnapshotReport) -> Iterator[Markup]:
 
 
 def _value(note: NoteReport) -> Markup:
-    return tag("code", brief(note.value))
+    return tag("code", note.told())
 
 
 def recipe(text: str) -> Iterator[Markup]:

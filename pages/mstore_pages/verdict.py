@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from mstore_pages.summary import ComparisonSummary, SnapshotSummary
 
 
+_NOTES_TOLD, _TOLD_WIDTH = 4, 80
+"""Of notes in the first lines: how many, and characters of each."""
+
+
 def verdict(summary: SnapshotSummary) -> Iterator[Child]:
     """Yield what was made, at which cost, and how good it is, in sentences."""
     shown, plan = summary.snapshot, summary.plan
@@ -35,18 +39,26 @@ def verdict(summary: SnapshotSummary) -> Iterator[Child]:
                 f"experts: {_unbroken(plan.planned_expert_bytes)} of {_unbroken(full)}."
             )
         yield f" {_error(plan)}"
-    evaluations = [one for one in shown.notes if one.kind == EVALUATION]
-    verdicts = [one for one in shown.notes if one.kind == VERDICT]
-    for one in verdicts:
-        yield f" Verdict {one.key}: {brief(one.value)}."
-    if evaluations:
-        yield f" {counted(len(evaluations), 'evaluation')} noted."
-    elif not verdicts:
+    # Of a gate, the verdict before its scores.
+    judged = [one for kind in (VERDICT, EVALUATION) for one in shown.notes if one.kind == kind]
+    for one in judged[:_NOTES_TOLD]:
+        yield " Gate " if one.kind == VERDICT else " Evaluation "
+        yield tag("code", _shortened(one.key.removeprefix("gate: ")))
+        yield f": {_shortened(one.told())}."
+    if len(judged) > _NOTES_TOLD:
+        yield " "
+        yield tag("a", f"{len(judged) - _NOTES_TOLD} more", href="#notes")
+        yield "."
+    if not judged:
         yield " No evaluation is noted."
     if summary.warnings:
         yield " "
         yield tag("a", counted(len(summary.warnings), "warning"), href="#warnings", class_="flag")
         yield "."
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _TOLD_WIDTH else f"{text[: _TOLD_WIDTH - 1]}…"
 
 
 def _unbroken(size: int) -> str:

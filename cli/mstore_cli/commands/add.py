@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from mstore.terms.phrases import few
 from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import Interrupted, UsageError, remarks
+from mstore_cli.judging import Checks, KeepFailed, draw_outcome, end, guarded, with_verdicts
 from mstore_cli.options import (
     Argument,
     Codec,
@@ -30,7 +32,7 @@ from mstore_cli.sizes import counted, format_seconds, format_share, format_size,
 
 if TYPE_CHECKING:
     from mstore import Store
-    from mstore.api.reports import AddReport, ParentReport
+    from mstore.api.reports import AddReport, GateReport, ParentReport
     from mstore.checkpoint.conversion import ConversionLimits
     from mstore.checkpoint.directory import CheckpointLimits
     from mstore.terms.errors import NotFound
@@ -57,6 +59,7 @@ COLUMNS = (
 )
 def add(
     session: Session,
+    checks: Checks,
     paths: Annotated[
         tuple[Path, ...],
         Argument(
@@ -120,6 +123,7 @@ def add(
         ),
     ] = None,
     message: Message = "",
+    keep_failed: KeepFailed = False,
     threads: Threads = None,
 ) -> None:
     """Store checkpoints, byte for byte, and name them.
@@ -135,6 +139,8 @@ def add(
 
     With --kind delta, PATH holds what to add to the tensors of --base: the sum is stored as an
     expert like any other, and a tensor that PATH lacks is the base's.
+
+    With --check, the branch moves only if the command passes; see `mstore merge`.
     """
     found = [checkpoint(path) for path in paths]
     named = _named(paths, found, name, name_prefix)
@@ -142,30 +148,43 @@ def add(
     from mstore.terms.errors import MstoreError
 
     reports: list[AddReport] = []
-    with session.open() as store, session.progress() as tick:
+    outcomes: list[GateReport | None] = []
+    with session.open() as store:
+        if checks.check and len(named) > 1:
+            raise UsageError("--check is for one checkpoint", hint="one mstore add for each PATH")
         own = _own_base(store, base, named)
         for path, ref in _ordered(named, own):
             is_base = own == ref
+            commit = partial(
+                store.add,
+                path,
+                name=ref,
+                base=None if is_base or base == NO_BASE else own or base,
+                detect_base=is_base or base is None,
+                kind="full" if is_base else kind,
+                only=() if is_base else only,
+                skip=() if is_base else skip,
+                exclude=exclude,
+                default_excludes=not no_default_excludes,
+                codec=codec,
+                convert=_conversion() if convert else None,
+                limits=limits,
+                message=message,
+                threads=threads,
+            )
+
+            def added(run: str | None, commit: Callable[..., AddReport] = commit) -> AddReport:
+                with session.progress() as tick:
+                    return commit(candidate=run, progress=tick)
+
             try:
-                reports.append(
-                    store.add(
-                        path,
-                        name=ref,
-                        base=None if is_base or base == NO_BASE else own or base,
-                        detect_base=is_base or base is None,
-                        kind="full" if is_base else kind,
-                        only=() if is_base else only,
-                        skip=() if is_base else skip,
-                        exclude=exclude,
-                        default_excludes=not no_default_excludes,
-                        codec=codec,
-                        convert=_conversion() if convert else None,
-                        limits=limits,
-                        message=message,
-                        threads=threads,
-                        progress=tick,
-                    )
+                report, outcome = guarded(
+                    *(session, store, checks.gates(store, ref), checks, added),
+                    was=lambda made: made.previous,
+                    keep_failed=keep_failed,
                 )
+                reports.append(report)
+                outcomes.append(outcome)
             except MstoreError as error:
                 error.advise(_with_stored(error.texts[2], path, reports, len(named)))
                 raise
@@ -177,12 +196,17 @@ def add(
         session.settled()
 
     session.warn_if_quiet(text for report in reports for text in report.warnings)
-    document = reports[0] if len(named) == 1 else {"added": reports}
-    session.output.emit(
-        document,
-        ids=[report.snapshot for report in reports],
-        human=lambda screen: _show(screen, reports),
-    )
+
+    def human(screen: Screen) -> None:
+        _show(screen, reports)
+        for outcome in outcomes:
+            draw_outcome(screen, outcome)
+
+    whole = [with_verdicts(*one) for one in zip(reports, outcomes, strict=True)]
+    document = whole[0] if len(named) == 1 else {"added": whole}
+    session.output.emit(document, ids=[report.snapshot for report in reports], human=human)
+    for outcome in outcomes:
+        end(outcome)
 
 
 def _conversion() -> ConversionLimits:

@@ -72,6 +72,10 @@ def config(
     remotes and computes of virtual merges, as 50GiB; 0 keeps nothing. It is a tenth of the disk
     unless it is set.
 
+    signing_key, with --user: the private key that signs verdicts of your gates.
+
+    Gates, [gates.NAME] in your config.toml, are changed with an editor, and kept as they are.
+
     endpoints, with --user: servers that get your credentials where the settings of a store name
     them as the endpoint of a remote. Those that AWS_ENDPOINT_URL and AWS_ENDPOINT_URL_S3 name get
     them, too. `mstore remote add --endpoint` adds to this list.

@@ -83,6 +83,8 @@ def materialize(
         )
         for text in odd:
             screen.line(f"warning: {text}", style="yellow")
+        if report.pushed_to is not None:
+            screen.command("to have it here", f"mstore pull {report.pushed_to} {report.name}")
 
     session.output.emit(report, ids=[report.snapshot], human=human)
     session.warn_if_quiet(odd)

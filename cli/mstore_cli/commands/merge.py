@@ -10,6 +10,14 @@ from msgspec.structs import replace
 
 from mstore_cli.command import Mistakes, command
 from mstore_cli.errors import Interrupted, UsageError, remarks
+from mstore_cli.judging import (
+    Checks,
+    KeepFailed,
+    draw_outcome,
+    end,
+    guarded,
+    with_verdicts,
+)
 from mstore_cli.merging import (
     MISTAKEN,
     RECIPE_HINT,
@@ -44,7 +52,8 @@ PLAN_HINT = "mstore plan --help"
 @command(
     example="mstore merge --base llama/base --expert llama/math --expert llama/code=0.5 "
     "--method ties --budget 50% --name llama/merged",
-    failure="an error; nothing was published",
+    failure="an error; nothing was published\n"
+    "  3  the result did not pass a check; the branch is where it was",
     mistakes=Mistakes(
         {
             **MISTAKEN,
@@ -89,6 +98,8 @@ def merge(
         ),
     ] = None,
     wanted: Wanted,
+    checks: Checks,
+    keep_failed: KeepFailed = False,
     allow_noop: AllowNoop = False,
     allow_nonfinite: AllowNonfinite = False,
     virtual: Annotated[
@@ -126,6 +137,10 @@ def merge(
     never reads more from experts than its plan says. Models of a recipe are refs of the store, or
     directories, which are added first. Of several recipes in one file, each but the last has a
     name, and is merged as REF.NAME.
+
+    With --check, the result becomes a candidate first: the command sees its files, and the branch
+    moves only if it ends with 0 and every --min holds. Else the branch stays, and the exit status
+    is 3.
     """
     request: MergeRequest | None = None
     if plan is None:
@@ -137,6 +152,13 @@ def merge(
     with session.open() as store:
         # Planning may take long, and stores the plan.
         store.require_branch(name)
+        gates = [] if candidate is not None else checks.gates(store, name)
+        if checks.check and (candidate is not None or push):
+            raise UsageError(
+                "--check goes without --candidate and --push: it makes a candidate, and moves the "
+                "branch of this store",
+                hint=f"mstore merge ... --name {name} --check ..., then mstore push",
+            )
         before = {} if candidate is None else store.ref_ids()
         if request is not None:
             steps = wanted.steps()
@@ -183,11 +205,14 @@ def merge(
                     planned = store.plan(
                         request, allow_noop=allow_noop, keep=True, threads=threads, progress=tick
                     )
-            try:
-                report = store.merge(
-                    planned or _known_plan(store, plan or "", name),
+        chosen = planned or _known_plan(store, plan or "", name)
+
+        def commit(run: str | None) -> MergeReport:
+            with session.progress() as tick:
+                return store.merge(
+                    chosen,
                     name=name,
-                    candidate=candidate,
+                    candidate=candidate if run is None else run,
                     message=message,
                     virtual=virtual,
                     allow_noop=allow_noop,
@@ -201,16 +226,25 @@ def merge(
                     push=push,
                     progress=tick,
                 )
-                session.settled()
-                is_here = not push or name in store.ref_ids()
-            except KeyboardInterrupt as stop:
-                raise Interrupted("the same command goes on from what is finished") from stop
+
+        try:
+            report, outcome = guarded(
+                *(session, store, gates, checks, commit),
+                was=lambda made: made.was,
+                keep_failed=keep_failed,
+            )
+            session.settled()
+            is_here = not push or name in store.ref_ids()
+        except KeyboardInterrupt as stop:
+            raise Interrupted("the same command goes on from what is finished") from stop
         if planned is not None:
             report = replace(report, seconds=planned.seconds + report.seconds)
 
     def human(screen: Screen) -> None:
         if report.new_snapshot:
             done = f"merged {report.name} {short(report.snapshot)}"
+            if outcome is not None and not (outcome.moved or outcome.kept):
+                done += ", which is dropped"
             if report.virtual:
                 done += screen.typed(f", virtual: mstore materialize {report.name} stores it")
             screen.line(done, style="green")
@@ -243,6 +277,7 @@ def merge(
             ]
         )
         draw_remarks(screen, report.remarks, report.warnings)
+        draw_outcome(screen, outcome)
         if not is_here:
             screen.command("to have it here", f"mstore pull {report.pushed_to} {name}")
         if candidate is not None:
@@ -251,8 +286,10 @@ def merge(
             screen.command("to move the branch", move)
             screen.command("to drop the candidate", f"mstore rm {report.name}")
 
-    session.output.emit(report, ids=[report.snapshot], human=human)
+    document = with_verdicts(report, outcome)
+    session.output.emit(document, ids=[report.snapshot], human=human)
     session.warn_if_quiet(warning.text for warning in report.warnings)
+    end(outcome)
 
 
 def _known_plan(store: Store, id_or_file: str, name: str) -> str:

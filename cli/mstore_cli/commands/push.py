@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.errors import UsageError
+from mstore_cli.errors import REFUSED, Ended, UsageError
 from mstore_cli.exchange import (
     left_out,
     rate_of,
@@ -15,22 +16,26 @@ from mstore_cli.exchange import (
     resumable,
     show_moved,
 )
+from mstore_cli.judging import Checks, draw_verdicts, judged
 from mstore_cli.options import JOBS, Argument, Jobs, LimitRate, MaybeRemote, Option
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_size
 
 if TYPE_CHECKING:
-    from mstore.api.reports import PushReport
+    from mstore import Store
+    from mstore.api.reports import PushReport, VerdictReport
 
 
 @command(
     decodes=True,
     example="mstore push origin llama/merged",
-    failure="a branch has other commits there, or another error; no ref moved",
+    failure="a branch has other commits there, or another error; no ref moved\n"
+    "  3  a ref did not pass a check; nothing was sent",
 )
 def push(
     session: Session,
+    checks: Checks,
     name: MaybeRemote = None,
     refs: Annotated[
         tuple[str, ...],
@@ -79,7 +84,11 @@ def push(
     A branch moves if its place there is an ancestor of its place here. Otherwise nothing moves: get
     the other commits with `mstore fetch`, or replace them with --force-with-lease. Tags do not
     move. An interrupted push goes on when it is run again.
+
+    With --check, nothing is sent unless each of these refs passes the command; see `mstore merge`.
     """
+    from mstore.terms.report import fields
+
     with session.open_to_exchange() as store, session.progress() as tick, resumable():
         remote = remote_for(store, "push", name)
         if delete and refs:
@@ -89,6 +98,9 @@ def push(
                 hint=f"mstore push {remote} {options}",
             )
         require_names("push", remote, refs)
+        verdicts = [] if dry_run else _judged(session, store, refs, checks)
+        if any(not one.passed for one in verdicts):
+            _refuse(session, verdicts)
         report = store.push(
             remote,
             refs,
@@ -102,9 +114,38 @@ def push(
             progress=tick,
         )
         session.settled()
-    session.output.emit(
-        report, ids=[one.name for one in report.moved], human=lambda screen: _show(screen, report)
-    )
+
+    def human(screen: Screen) -> None:
+        draw_verdicts(screen, verdicts)
+        _show(screen, report)
+
+    document = {**fields(report), "verdicts": verdicts}
+    session.output.emit(document, ids=[one.name for one in report.moved], human=human)
+
+
+def _judged(
+    session: Session, store: Store, names: Sequence[str], checks: Checks
+) -> list[VerdictReport]:
+    """Run the gates that are asked for on each ref to push, until one does not pass."""
+    if not checks.check:
+        checks.gates(store)
+        return []
+    gates = checks.gates(store)
+    verdicts: list[VerdictReport] = []
+    for ref in store.refs(*names):
+        verdicts += judged(session, store, ref.name, gates, checks)
+        if not all(one.passed for one in verdicts):
+            break
+    return verdicts
+
+
+def _refuse(session: Session, verdicts: Sequence[VerdictReport]) -> NoReturn:
+    def human(screen: Screen) -> None:
+        draw_verdicts(screen, verdicts)
+        screen.line("nothing was pushed", style="red")
+
+    session.output.emit({"moved": [], "verdicts": verdicts}, ids=[], human=human)
+    raise Ended(REFUSED)
 
 
 def _show(screen: Screen, report: PushReport) -> None:

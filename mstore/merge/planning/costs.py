@@ -228,11 +228,51 @@ class Lengths(Protocol):
         """Return bytes at rest of each block, int64[blocks]."""
 
 
-def costs_of(catalog: Catalog, plan: Plan, lengths: Lengths | None = None) -> Costs:
-    """Return a plan's costs.  Raises NotFound, Corrupt if an input is missing.
+class Wanted(msgspec.Struct, frozen=True):
+    """The blocks of experts that matter to a plan, each once in a chunk: uint64[blocks, 4] of ids.
 
-    lengths: of blocks where they are read; None: in this store.  Blocks that several experts share
-    in a chunk are read, and counted, once.
+    read: those that the plan reads; left: the others. adapters_read, adapters_left: bytes at rest
+    of adapters, likewise.
+    """
+
+    read: Words
+    left: Words
+    adapters_read: int
+    adapters_left: int
+
+    def read_bytes(self, lengths: Lengths) -> int:
+        """Return the bytes at rest that the plan reads.  Raises Corrupt, NotFound."""
+        return self.adapters_read + _stored_bytes(self.read, lengths)
+
+    def left_bytes(self, lengths: Lengths) -> int:
+        """Return those that it leaves out.  Raises Corrupt, NotFound."""
+        return self.adapters_left + _stored_bytes(self.left, lengths)
+
+
+_LOOKED_UP: Final = 1 << 16
+"""Blocks whose lengths are looked up together: an id as an object takes twice its bytes."""
+
+
+def _stored_bytes(ids: Words, lengths: Lengths) -> int:
+    found = 0
+    for start in range(0, len(ids), _LOOKED_UP):
+        raw = ids[start : start + _LOOKED_UP].tobytes()
+        some = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
+        found += int(lengths.stored_lengths(some).sum())
+    return found
+
+
+def costs_of(catalog: Catalog, plan: Plan) -> Costs:
+    """Return a plan's costs in this store.  Raises NotFound, Corrupt if an input is missing."""
+    wanted = wanted_of(catalog, plan)
+    planned = wanted.read_bytes(catalog)
+    return Costs(planned + wanted.left_bytes(catalog), planned)
+
+
+def wanted_of(catalog: Catalog, plan: Plan) -> Wanted:
+    """Return what matters to a plan.  Raises NotFound, Corrupt if an input is missing.
+
+    Blocks that several experts share in a chunk are read, and counted, once.
     """
     inputs = Inputs.of(catalog, plan)
     # Look up the records of one expert together.
@@ -251,9 +291,9 @@ def costs_of(catalog: Catalog, plan: Plan, lengths: Lengths | None = None) -> Co
         if sides:
             kinds = tuple([(record.dtype, type(record)) for record, _ in sides])
             groups.setdefault((tensor.chunk_elements, kinds), []).append(sides)
-    full = planned = 0
-    blocks: list[Words] = []
-    are_read: list[Bools] = []
+    costs = [0, 0]
+    read_blocks: list[Words] = []
+    left_blocks: list[Words] = []
     for (chunk, kinds), members in groups.items():
         for some in batched(members, [len(sides[0][1]) for sides in members]):
             experts = list(zip(*some, strict=True))
@@ -266,24 +306,21 @@ def costs_of(catalog: Catalog, plan: Plan, lengths: Lengths | None = None) -> Co
                     listed = own[lead].reshape(-1, ID_WORDS)
                     # Zeros, which are no block's hash, pad the last chunk.
                     there = listed.any(axis=1)
-                    blocks.append(listed[there])
-                    are_read.append(np.repeat(read[lead], own.shape[1] // ID_WORDS)[there])
+                    is_read = np.repeat(read[lead], own.shape[1] // ID_WORDS)
+                    read_blocks.append(listed[there & is_read])
+                    left_blocks.append(listed[there & ~is_read])
                     continue
                 # An adapter's tensors are read whole, or not at all.
                 end = 0
                 for record, own_states in side:
                     at = slice(end, end := end + len(own_states))
                     if lead[at].any():
-                        cost = low_rank.stored_bytes(catalog, record)
-                        full += cost
-                        planned += cost if read[at][lead[at]].any() else 0
-    if blocks:
-        raw = np.concatenate(blocks).tobytes()
-        stored = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
-        found = (lengths or catalog).stored_lengths(stored)
-        full += int(found.sum())
-        planned += int(found[np.concatenate(are_read)].sum())
-    return Costs(full, planned)
+                        is_left = not read[at][lead[at]].any()
+                        costs[is_left] += low_rank.stored_bytes(catalog, record)
+    none = np.empty((0, ID_WORDS), np.uint64)
+    return Wanted(
+        np.concatenate([none, *read_blocks]), np.concatenate([none, *left_blocks]), *costs
+    )
 
 
 def costs_to_report(catalog: Catalog, plan: Plan) -> Costs:

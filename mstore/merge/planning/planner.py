@@ -500,13 +500,15 @@ class Planner:
         A companion has no delta.
         """
         squares, starts = self._squares, self._grid.starts
-        # A tensor of one chunk needs no sum.
+        # A tensor of one chunk needs no sum: all of these together.
+        only = starts[:-1][np.diff(starts) == 1]
+        of_one = squares[:, only]
         with np.errstate(invalid="ignore"):
-            roots = np.where(np.isfinite(squares), np.sqrt(squares), -1.0)
-        alone = list(map(tuple, np.where(left_out, roots, 0.0).T.tolist()))
+            roots = np.where(np.isfinite(of_one), np.sqrt(of_one), -1.0)
+        alone = map(tuple, np.where(left_out[:, only], roots, 0.0).T.tolist())
         of_companions = (0.0,) * self._survey.listed
         return tuple(
-            alone[start] + of_companions
+            next(alone) + of_companions
             if end - start == 1
             else tuple(
                 _norm(own[mask]) if mask.any() else 0.0

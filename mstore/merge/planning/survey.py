@@ -198,10 +198,14 @@ def _spread(sides: list[list[Any]], tensor: Ints, dtype: Any) -> np.ndarray[Any,
 
 def _rows(side: Sequence[ExpertTensor]) -> np.ndarray[Any, Any]:
     """Return CHUNK[C] of one expert.  Joined as bytes: numpy joins records field by field."""
-    raw = b"".join(
-        bytes(len(e.equal) * CHUNK.itemsize) if e.rows is None else e.rows.tobytes() for e in side
-    )
-    return np.frombuffer(raw, dtype=CHUNK)
+    rows = np.zeros((sum(len(e.equal) for e in side), CHUNK.itemsize), np.uint8)
+    end = 0
+    for e in side:
+        start, end = end, end + len(e.equal)
+        if e.rows is not None:
+            own = np.ascontiguousarray(e.rows).view(np.uint8)
+            rows[start:end] = own.reshape(-1, CHUNK.itemsize)
+    return rows.view(CHUNK)[:, 0]
 
 
 def _elements(tensor: SurveyedTensor) -> Floats:

@@ -28,7 +28,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.planning.costs import costs_of
+from mstore.merge.planning.costs import wanted_of
 from mstore.merge.running.loading import Bytes, LoadBuffers, Loaded, Moved, load, will_need
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.slices import (
@@ -127,7 +127,8 @@ class PlanChunks:
     """
 
     def __init__(self, catalog: Catalog, plan: Plan) -> None:
-        self.expert_meter = Meter("expert", costs_of(catalog, plan).planned)
+        planned = wanted_of(catalog, plan).read_bytes(catalog)
+        self.expert_meter = Meter("expert", planned)
         self.base_meter = Meter("base")
         self.tasks = Tasks(catalog, plan, self.expert_meter)
         self._packs = catalog.packs

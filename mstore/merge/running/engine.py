@@ -14,6 +14,8 @@ any memo table.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +23,7 @@ import msgspec
 
 from mstore.blocks.codecs import Policy
 from mstore.blocks.reader import Meter
-from mstore.merge.planning.costs import Costs, costs_of
+from mstore.merge.planning.costs import Costs, wanted_of
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import Computer
 from mstore.merge.running.delivery import Delivery, InStoreDelivery
@@ -47,7 +49,7 @@ from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Coverage, Plan
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
-from mstore.terms.errors import BadRequest, BudgetExceeded
+from mstore.terms.errors import BadRequest, BudgetExceeded, Corrupt, NotFound, Unavailable
 from mstore.terms.ids import BlockId
 from mstore.terms.phrases import Option, phrase
 from mstore.terms.report import ProgressCallback
@@ -126,8 +128,9 @@ def run_plan(
     check_fits(catalog, plan)
     policy = catalog.config.codec if policy is None else policy
     delivery = resources.delivery or InStoreDelivery(catalog)
-    costs = costs_of(catalog, plan, delivery.places)
-    expert_meter, base_meter = Meter("expert", costs.planned), Meter("base")
+    wanted = wanted_of(catalog, plan)
+    planned = wanted.read_bytes(delivery.places)
+    expert_meter, base_meter = Meter("expert", planned), Meter("base")
     tasks = Tasks(catalog, plan, expert_meter, delivery.places)
     files = OutputFiles(catalog, tasks)
     limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
@@ -159,13 +162,24 @@ def run_plan(
         runner = RemoteRunner(
             *(resources.workers, delivery, sink, expert_meter, base_meter, progress)
         )
-    try:
-        runner.run(work)
-    except BudgetExceeded as error:
-        # The limit is what these blocks took when the run began: they were stored again since.
-        hint = "run the command again"
-        where = f"plan {plan.id().short}"
-        raise BudgetExceeded(error.texts[0], where=where, hint=hint) from error
+
+    def left_bytes() -> int:
+        # Nobody needs these blocks: they may have gone, or never came where workers read.
+        with suppress(Corrupt, NotFound, Unavailable):
+            return wanted.left_bytes(delivery.places)
+        return max(0, plan.full_expert_bytes - planned)
+
+    # With many experts and a small budget these are most of the blocks, and only the report asks.
+    with ThreadPoolExecutor(1, "costs") as beside:
+        left = beside.submit(left_bytes)
+        try:
+            runner.run(work)
+        except BudgetExceeded as error:
+            # The limit is what these blocks took when the run began: they were stored again since.
+            hint = "run the command again"
+            where = f"plan {plan.id().short}"
+            raise BudgetExceeded(error.texts[0], where=where, hint=hint) from error
+        costs = Costs(planned + left.result(), planned)
     jobs = work.jobs
     tensors = {name: job.record() for name, job in jobs.items()}
     records = Records(catalog.block_size, sink, policy)

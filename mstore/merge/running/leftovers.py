@@ -5,10 +5,10 @@ memo key, and their rows.
 
     0    16   "mstore receipt 1"
     16   32   BLAKE3 of the rest
-    48   ...  MessagePack [[key, value, expert bytes], ...]
+    48   ...  MessagePack [[[key, value, expert bytes], ...], nil]
 
-Of a pack that a worker put at a remote, NAME.away says in its place which that is: the same, with
-"mstore away 1   " and MessagePack [remote's UUID, pack, bytes, table].
+Where a worker has put the pack at a remote, none lies here, and in the place of nil stands which it
+is: [remote's UUID, pack, bytes, table].
 
 Nothing here is trusted: a receipt must match its hash, and of a pack here every block its id; a
 delta is decoded with its base as currently stored.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from blake3 import blake3
@@ -29,82 +29,79 @@ from mstore.blocks.packs import NO_BASE, PAGE, Kind, SealedPack, SentPack, open_
 from mstore.blocks.reader import decoded, located, verify
 from mstore.merge.running.slices import Result
 from mstore.store.catalog import Catalog
-from mstore.store.leases import AWAY, RECEIPT
+from mstore.store.leases import RECEIPT
 from mstore.terms.errors import Corrupt, Incompatible
 from mstore.terms.ids import BlockId, PackId
 
-_RECEIPT_MAGIC: Final = b"mstore receipt 1"
-_AWAY_MAGIC: Final = b"mstore away 1   "
+_MAGIC: Final = b"mstore receipt 1"
 _HASH_END: Final = 16 + 32
 _MOST_BYTES: Final = 1 << 28
-_rows = msgspec.msgpack.Decoder(list[tuple[bytes, bytes, int]]).decode
-_away = msgspec.msgpack.Decoder(tuple[str, bytes, int, bytes]).decode
+_Rows = list[tuple[bytes, bytes, int]]
+_Away = tuple[str, bytes, int, bytes]
+_decoded = msgspec.msgpack.Decoder(tuple[_Rows, _Away | None]).decode
 
 
-def write_receipt(path: Path, results: Sequence[Result]) -> None:
-    """Write the receipt of a pack, or of what stands for it, beside it. Raises StorageFailed.
+def write_receipt(
+    path: Path, results: Sequence[Result], away: tuple[str, SentPack] | None = None
+) -> None:
+    """Write the receipt of a pack beside it. Raises StorageFailed.
+
+    away: the pack is at a remote, whose UUID that is, and not at `path`.
 
     Not synced: a receipt that a power loss tears does not match its hash and is ignored.
     """
-    _write(
-        path.with_suffix(RECEIPT),
-        _RECEIPT_MAGIC,
-        [(one.key, one.value, one.expert_bytes) for one in results],
-    )
-
-
-def rows_of(receipt: Path) -> list[tuple[bytes, bytes, int]]:
-    """Return memo key, row and expert bytes of each chunk of a receipt; none if it is damaged."""
-    data = _read(receipt, _RECEIPT_MAGIC)
+    rows = [(one.key, one.value, one.expert_bytes) for one in results]
+    there = None
+    if away is not None:
+        remote, pack = away
+        there = remote, bytes(pack.id), pack.size, pack.table
+    data = msgspec.msgpack.encode((rows, there))
+    file = fs.NewFile(path.with_suffix(RECEIPT))
     try:
-        return [] if data is None else _rows(data)
-    except msgspec.MsgspecError:
-        return []
-
-
-def write_away(path: Path, remote: str, pack: SentPack) -> None:
-    """Write what stands for a pack at a remote, whose UUID that is. Raises StorageFailed."""
-    _write(path.with_suffix(AWAY), _AWAY_MAGIC, (remote, bytes(pack.id), pack.size, pack.table))
-
-
-def pack_away(receipt: Path, remote: str) -> SentPack | None:
-    """Return the pack at this remote that a receipt is of; None if it is of another, or damaged."""
-    path = receipt.with_suffix(AWAY)
-    data = _read(path, _AWAY_MAGIC) if fs.is_there(path) else None
-    try:
-        uuid, pack, size, table = ("", b"", 0, b"") if data is None else _away(data)
-        return SentPack(PackId(pack), size, table) if uuid == remote else None
-    except (msgspec.MsgspecError, ValueError):
-        return None
-
-
-def _write(path: Path, magic: bytes, value: Any) -> None:
-    data = msgspec.msgpack.encode(value)
-    file = fs.NewFile(path)
-    try:
-        file.append(magic + blake3(data).digest() + data)
+        file.append(_MAGIC + blake3(data).digest() + data)
         file.close()
     except BaseException:
         file.abandon()
         raise
 
 
-def _read(path: Path, magic: bytes) -> bytes | None:
+def rows_of(receipt: Path) -> _Rows:
+    """Return memo key, row and expert bytes of each chunk of a receipt; none if it is damaged."""
+    return _read(receipt)[0]
+
+
+def pack_away(receipt: Path, remote: str) -> SentPack | None:
+    """Return the pack at this remote that a receipt is of; None if it is of another, or damaged."""
+    _, there = _read(receipt)
+    if there is None or there[0] != remote:
+        return None
+    _, pack, size, table = there
+    try:
+        return SentPack(PackId(pack), size, table)
+    except ValueError:
+        return None
+
+
+def _read(path: Path) -> tuple[_Rows, _Away | None]:
+    """Return what a receipt says; nothing if it is damaged."""
     try:
         with fs.reading(path), os.fdopen(open_pack(path), "rb") as file:
             data = file.read(_MOST_BYTES + 1)
-    except Corrupt:
-        return None
-    if len(data) > _MOST_BYTES or not data.startswith(magic):
-        return None
-    is_sound = blake3(data[_HASH_END:]).digest() == data[len(magic) : _HASH_END]
-    return data[_HASH_END:] if is_sound else None
+        if (
+            len(data) <= _MOST_BYTES
+            and data.startswith(_MAGIC)
+            and blake3(data[_HASH_END:]).digest() == data[len(_MAGIC) : _HASH_END]
+        ):
+            return _decoded(data[_HASH_END:])
+    except (Corrupt, msgspec.MsgspecError):
+        pass
+    return [], None
 
 
 def sound_pack(path: Path, catalog: Catalog) -> SealedPack | None:
-    """Return the pack if it holds only blocks, each of which matches its id, or None."""
+    """Return the pack if it is there, and holds only blocks, each of which matches its id."""
     try:
-        return _read_whole(path, catalog)
+        return _read_whole(path, catalog) if fs.is_there(path) else None
     except (Corrupt, Incompatible):
         return None
 

@@ -707,6 +707,6 @@ def _covered(job: Job) -> TensorCoverage:
     return TensorCoverage(
         job.tensor.name,
         count,
-        bitmap(reused.tolist()),
-        tuple(bitmap(row) for row in contributed.tolist()),
+        bitmap(reused),
+        tuple(map(bitmap, contributed)),
     )

@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from math import inf
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -41,6 +41,9 @@ from mstore.store.objects.canonical import (
     too_many,
 )
 from mstore.terms.ids import CoverageId, ManifestId, PlanId
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 READ = 0
 """The expert's blocks are read."""
@@ -478,13 +481,11 @@ class Coverage(Record, frozen=True, array_like=True, tag="coverage/1"):
         )
 
 
-def bitmap(flags: list[bool]) -> bytes:
-    """Pack flags into bits, least significant first."""
-    data = bytearray(-(-len(flags) // 8))
-    for number, flag in enumerate(flags):
-        if flag:
-            data[number >> 3] |= 1 << (number & 7)
-    return bytes(data)
+def bitmap(flags: npt.ArrayLike) -> bytes:
+    """Pack flags, bool[flags], into bits, least significant first."""
+    import numpy as np  # late: most commands read plans and make none
+
+    return np.packbits(np.asarray(flags, np.bool_), bitorder="little").tobytes()
 
 
 def bit(data: bytes, number: int) -> bool:

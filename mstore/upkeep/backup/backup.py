@@ -425,7 +425,8 @@ class _Clone(Attempt):
             # They may be a stranger's, and would be trusted as this user's own: only those come
             # that the user asked for.
             remotes = self._config.lazy_remotes if self._lazy else ()
-            replace(self._config, remotes=remotes).save(layout)
+            # What guards refs is for the new owner to say.
+            replace(self._config, remotes=remotes, required_gates=()).save(layout)
             if self._lazy:
                 fs.rename(self._kept, layout.remotes)
             fs.remove_tree(layout.incoming)

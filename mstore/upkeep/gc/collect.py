@@ -33,7 +33,7 @@ from msgspec.structs import replace
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Key, Row, pack_number
 from mstore.blocks.packs import Kind
-from mstore.blocks.schema import NOTES, PINNED, PLANS, PRUNED, Condemned
+from mstore.blocks.schema import JUDGED, NOTES, PINNED, PLANS, PRUNED, Condemned
 from mstore.models.stats.store import StatsStore
 from mstore.store import generation, leases, listing, unnamed_packs
 from mstore.store import layout as layouts
@@ -469,6 +469,7 @@ def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: DeadR
     for id in dead.snapshots:
         index.delete(transaction, PRUNED, id)
         index.delete_all(transaction, NOTES, id)
+        index.delete_all(transaction, JUDGED, id)
     listing.remove(index, transaction, dead.snapshots)
 
 

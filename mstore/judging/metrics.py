@@ -1,0 +1,92 @@
+"""The table of a family's scores: how each model was made, and what evaluations say of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mstore.judging.evaluation import PASSED
+from mstore.snapshots import lineage, notes
+from mstore.store.catalog import Catalog
+from mstore.store.objects.note import COUNTS, EVALUATION, Note, states
+from mstore.terms.ids import SnapshotId
+from mstore.terms.report import Report
+
+
+class MetricsRow(Report, frozen=True):
+    """One snapshot in a table of scores."""
+
+    name: str
+    """the ref, or the revision that was asked for"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    method: str | None
+    """the merge method; None if it was not merged"""
+    parameters: dict[str, Any]
+    """parameters of the method, by name"""
+    weights: tuple[float, ...]
+    """weights of the experts, in order"""
+    budget_bytes: int | None
+    """the budget of the merge; None without one"""
+    planned_expert_bytes: int | None
+    """bytes that the plan reads from experts; None if it was not merged"""
+    full_expert_bytes: int | None
+    """bytes that a merge without a budget reads from them; None if it was not merged"""
+    scores: dict[str, float]
+    """the scores of evaluations, by name"""
+
+
+def metrics(catalog: Catalog, named: Iterable[tuple[str, SnapshotId]]) -> list[MetricsRow]:
+    """Return a row for each of these snapshots.
+
+    Where evaluations of two keys call their scores alike, these are called `KEY:NAME` in all rows.
+    Raises NotFound, Corrupt.
+    """
+    found = [(name, id, dict(_evaluated(catalog, id))) for name, id in named]
+    keys: dict[str, set[str]] = defaultdict(set)
+    for _, _, scores in found:
+        for key, name in scores:
+            keys[name].add(key)
+
+    def called(key: str, name: str) -> str:
+        return name if len(keys[name]) == 1 else f"{key}:{name}"
+
+    return [
+        _row(catalog, name, id, {called(*one): score for one, score in scores.items()})
+        for name, id, scores in found
+    ]
+
+
+def _row(catalog: Catalog, name: str, id: SnapshotId, scores: dict[str, float]) -> MetricsRow:
+    plan = lineage.plan_of(catalog, catalog.snapshot(id))
+    return MetricsRow(
+        name=name,
+        snapshot=id,
+        method=None if plan is None else plan.method,
+        parameters={} if plan is None else dict(plan.operation.parameters),
+        weights=() if plan is None else plan.weights,
+        budget_bytes=None if plan is None else plan.budget,
+        planned_expert_bytes=None if plan is None else plan.planned_expert_bytes,
+        full_expert_bytes=None if plan is None else plan.full_expert_bytes,
+        scores=scores,
+    )
+
+
+def _evaluated(catalog: Catalog, id: SnapshotId) -> Iterator[tuple[tuple[str, str], float]]:
+    """Yield the scores of the evaluations that count, each by the note's key and its name."""
+    found = notes.notes_on(catalog, id)
+    state_of = states(found)
+    for one, note in found.items():
+        if note.form == EVALUATION and state_of[one] == COUNTS:
+            for name, score in _scores(note):
+                yield (note.key, name), score
+
+
+def _scores(note: Note) -> Iterator[tuple[str, float]]:
+    """Yield scores by name; a bare number, and what the exit status says, by the note's key."""
+    value = note.value
+    scores = value.get("scores") if isinstance(value, dict) else {note.key: value}
+    for name, score in scores.items() if isinstance(scores, dict) else ():
+        if isinstance(score, int | float) and not isinstance(score, bool):
+            yield note.key if name == PASSED else name, float(score)

@@ -1,0 +1,70 @@
+"""Required gates: refs that move only to snapshots that have passed.
+
+A store's `config` names, by patterns of refs, the gates that these must pass. What a gate runs is
+in the settings of each user, so that nobody's store makes another person run a command. What has
+passed is in the table `judged`, which only this store's own runs fill (`mstore.snapshots.notes`),
+or is vouched for by a signer whom the user trusts. The check is in the commit that moves the ref,
+so every command that moves one has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.schema import JUDGED
+from mstore.store import refs
+from mstore.store.catalog import Catalog
+from mstore.store.config import Config
+from mstore.terms.errors import GateFailed
+from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import Option, call, phrase
+
+_VERDICT = "gate: "
+
+
+def verdict_key(gate: str) -> str:
+    """Return the key of the notes that are verdicts of a gate."""
+    return f"{_VERDICT}{gate}"
+
+
+def gate_of(key: str) -> str | None:
+    """Return the gate that a note of this key is a verdict of; None for another note."""
+    return key.removeprefix(_VERDICT) if key.startswith(_VERDICT) else None
+
+
+def required(config: Config, name: str) -> tuple[str, ...]:
+    """Return the gates that guard a branch or tag; nothing guards other refs."""
+    kept = config.required_gates
+    if not kept or name.partition("/")[0] in refs.DIRECTORIES.values():
+        return ()
+    found = [gate for pattern, gates in kept if fnmatchcase(name, pattern) for gate in gates]
+    return tuple(dict.fromkeys(found))
+
+
+def require_passed(
+    catalog: Catalog, transaction: IndexTransaction, moves: Mapping[str, SnapshotId]
+) -> None:
+    """Raise GateFailed unless each snapshot has passed every gate that guards its ref.
+
+    Reads the settings now: they may have changed since the store was opened.
+    """
+    if not moves:
+        return
+    config = Config.load(catalog.layout)
+    for name, snapshot in moves.items():
+        for gate in required(config, name):
+            row = catalog.index.get(transaction, JUDGED, (snapshot, verdict_key(gate)))
+            _, passed = (None, 0) if row is None else row
+            if not (passed or catalog.vouched(snapshot, gate)):
+                verdict = "has not passed it here" if row is None else "did not pass it"
+                raise GateFailed(
+                    f"the gate {gate} guards this ref, and snapshot {snapshot.short} {verdict}",
+                    where=name,
+                    hint=phrase(
+                        "{judge}; a new snapshot is judged by {check} of merge and add",
+                        judge=call("judge", snapshot.short, gates=(gate,)),
+                        check=Option("gates"),
+                    ),
+                )
