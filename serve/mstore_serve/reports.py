@@ -39,7 +39,7 @@ Key = tuple[bytes, bool, bool, tuple[str, ...], tuple[SnapshotId, ...]]
 """The address, whether it is a page, whether it reads no weights, names, and the snapshots."""
 
 
-class Ended(Exception):
+class ServerEnds(Exception):
     """The server ends, so nobody waits for the report any more."""
 
 
@@ -109,7 +109,7 @@ class Reports:
         generation, told_of = self._store.generation(), self._told_of(ids)
         try:
             shown = compute()
-        except Ended as error:
+        except ServerEnds as error:
             raise refusal(503, "busy", "the server ends") from error
         except (BadRequest, Incompatible) as error:
             code = "incompatible" if isinstance(error, Incompatible) else "bad-request"
@@ -159,7 +159,7 @@ class Reports:
 
     def _check(self, progress: Progress) -> None:
         if self._ended.is_set():
-            raise Ended
+            raise ServerEnds
 
     # -- remembering ---------------------------------------------------------------------------
 
