@@ -148,10 +148,15 @@ def test_designs_describe_what_is_there() -> None:
             assert name in elsewhere or any(one.endswith(f"/{name}") for one in files), (page, name)
 
 
+_SHELLS = {"", "sh", "console", "yaml", "text", "ini"}
+"""What code may be in which commands stand."""
+
+
 def _commands(page: Path) -> Iterator[list[str]]:
     """The words of every mstore command in a page, in blocks and in between."""
     text = page.read_text().replace("\\\n", " ")
-    blocks = re.findall(r"^```(?:sh|console|yaml|text|ini)?\n(.*?)^```$", text, re.M | re.S)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    blocks = [block for kind, block in found if kind in _SHELLS]
     spoken = re.findall(r"`(mstore [^`]+)`", _prose(page).replace("\n", " "))
     for line in [*(line for block in blocks for line in block.splitlines()), *spoken]:
         for command in re.findall(r"(?<![\w/.-])mstore (?!\(|says)[^|;&<>#]*", line):
