@@ -99,6 +99,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "explain": ("explain", "merged"),
     "blame": ("blame", "merged"),
     "recipe": ("recipe", "merged"),
+    "report": ("report", "merged", "--quick", "-o", "out/report.html"),
+    "eval": ("eval", "merged", "--checkout", "--", "true", "{}"),
+    "metrics": ("metrics",),
+    "gate": ("gate",),
+    "gate run": ("gate", "run", "merged", "--check", "true {}"),
+    "gate drop": ("gate", "drop", "candidates/run/merged"),
+    "gate require": ("gate", "require", "prod/*", "quality"),
     "replay": ("replay", "merged"),
     "checkout": ("checkout", "merged", "out/files"),
     "mount": ("mount", "merged", "out/mount"),
@@ -158,7 +165,7 @@ WRITING = (
     ),
     *("reset", "rename", "rm", "prune", "gc", "pin", "fsck", "reindex", "backup", "clone"),
     *("remote add", "remote rename", "remote rm", "remote gc", "push", "fetch", "pull"),
-    *("copy", "bundle create", "prefetch", "drop"),
+    *("copy", "bundle create", "prefetch", "drop", "eval", "gate run", "gate require"),
 )
 
 
