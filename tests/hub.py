@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ def directory_files(directory: Path) -> dict[str, bytes]:
     }
 
 
+@lru_cache(maxsize=1000)
 def _entry(path: str, data: bytes) -> dict[str, Any]:
     blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
     made: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": blob}

@@ -171,6 +171,19 @@ def test_patterns_that_leave_out_the_config_are_refused(hub: Hub, store: Store) 
     assert hub.downloads() == []
 
 
+def test_patterns_choose_files_of_a_directory(store: Store, tmp_path: Path) -> None:
+    """`include` takes of a directory on disk what it takes of one on the Hub."""
+    for path, data in PIPELINE.items():
+        (tmp_path / "pipe" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pipe" / path).write_bytes(data)
+    store.add(tmp_path / "pipe", name="x", include=["*.json", "unet/"])
+    assert _paths(store) == {path for path in PIPELINE if path.endswith(".json")} | {
+        path for path in PIPELINE if path.startswith("unet/")
+    }
+    with pytest.raises(BadCheckpoint, match="all its weights are left out"):
+        store.add(tmp_path / "pipe", name="y", include=["*.json"])
+
+
 def test_an_ignore_file_of_the_repository_counts(hub: Hub, store: Store) -> None:
     """A file .mstoreignore on the Hub leaves out what it leaves out of a directory."""
     hub.model("org/tiny", {**sharded(1), ".mstoreignore": b"*.onnx\n", "m.onnx": bytes(2 * MIB)})
