@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import safetensors_bytes
+from cli_runs import Program
 from hub import Hub, directory_files
 from huggingface_hub import constants, snapshot_download
 from small_models import BLOCK, files_of, small_model
@@ -458,6 +459,35 @@ def test_the_card_names_the_base(hub: Hub, store: Store, tmp_path: Path) -> None
     assert report.base.refs == ("kept/under-another-name",)
     assert report.base_reason is not None
     assert "README.md names 'org/base'" in report.base_reason
+
+
+def test_a_base_that_is_missing(hub: Hub, store: Store) -> None:
+    """`missing_base` is the one base of a card, unless the store has a model from there."""
+    hub.model("org/plain", sharded(1))
+    hub.model("org/base", sharded(1))
+    hub.model("org/tuned", sharded(1), card={"base_model": ["org/base"]})
+    hub.model("org/merged", sharded(1), card={"base_model": ["org/a", "org/b"]})
+    assert store.missing_base("hf://org/plain") is None
+    assert store.missing_base("hf://org/tuned") == "hf:org/base"
+    with pytest.raises(BadRequest, match="several bases: org/a, org/b"):
+        store.missing_base("hf://org/merged")
+    store.add("hf://org/base", name="b")
+    assert store.missing_base("hf://org/tuned") is None
+
+
+def test_with_base_moves_no_branch_that_is_there(hub: Hub, store: Store, tmp_path: Path) -> None:
+    """If a branch has the name that the base would get, nothing is added."""
+    hub.model("org/base", sharded(1))
+    hub.model("org/tuned", sharded(1), card={"base_model": "org/base"})
+    hub.model("org/other", sharded(2, "o"))
+    store.add("hf://org/other", name="base")
+    mstore = Program(tmp_path / "store")
+    done = mstore("add", "hf://org/tuned", "--name", "tuned", "--with-base")
+    assert done.status == 2
+    assert "its base hf:org/base would be called base, and that name is taken" in done.err
+    assert "add hf:org/base --name OTHER\n" in done.err
+    mstore.succeed("add", "hf://org/tuned", "--name-prefix", "p/", "--with-base")
+    assert set(store.ref_ids()) == {"base", "p/base", "p/tuned"}
 
 
 def _made(directory: Path) -> Path:

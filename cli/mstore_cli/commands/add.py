@@ -156,6 +156,8 @@ def add(
 
     With --check, the branch moves only if the command passes; see `mstore merge`.
     """
+    if with_base and base is not None:
+        raise UsageError("--with-base and --base exclude each other")
     found = [checkpoint(path) for path in paths]
     named = _named(paths, found, name, name_prefix)
     limits = None if max_sparse is None else _limits(max_sparse)
