@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,14 +65,10 @@ class Hub:
         self.models: dict[str, Repository] = {}
         self.tokens = {"hf_good"}
         self.requests: list[tuple[str, str]] = []
-        self.sent: dict[str, int] = {}
-        """Bytes of bodies that were sent, by path of the repository's file."""
         self.faults: list[Fault] = []
         self.served: dict[str, bytes] = {}
         """What a file's content is in place of what the lists say."""
         self.before_send: Callable[[str], None] = lambda path: None
-        self.rate: float | None = None
-        """Bytes a second of each body."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -262,11 +257,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if self.command == "GET" and (wanted is None or not wanted[2]):
                 hub.requests.append(("BYTES", path))
                 hub.before_send(path)
-            self.say(status, data, {**headers, "Accept-Ranges": "bytes"}, path)
+            self.say(status, data, {**headers, "Accept-Ranges": "bytes"})
 
-        def say(
-            self, status: int, data: bytes, headers: Mapping[str, str], path: str | None = None
-        ) -> None:
+        def say(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
@@ -274,14 +267,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if self.command == "HEAD":
                 return
-            step = len(data) or 1 if hub.rate is None else 1 << 16
             try:
-                for at in range(0, len(data), step):
-                    self.wfile.write(data[at : at + step])
-                    if hub.rate is not None:
-                        time.sleep(step / hub.rate)
-                    if path is not None:
-                        hub.sent[path] = hub.sent.get(path, 0) + len(data[at : at + step])
+                self.wfile.write(data)
             except OSError:
                 self.close_connection = True
 

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -285,10 +286,16 @@ def test_killed_at_random_and_resumed(seed: int, hub: Hub, tmp_path: Path) -> No
     """A process that is killed while shards arrive leaves a sound store, and the next goes on."""
     files = sharded(6)
     hub.model("org/tiny", files)
-    hub.rate = 2 * MIB
+    stop_at = random.Random(seed).randrange(1, 6)
+    killed = threading.Event()
+
+    def hang(_: str) -> None:
+        if len(hub.downloads()) > stop_at:
+            killed.wait(60)
+
+    hub.before_send = hang
     with Store.init(tmp_path / "s", block_size=BLOCK):
         pass
-    stop_at = random.Random(seed).randrange(1, 6)
     process = subprocess.Popen(
         _command(tmp_path, "add", "hf://org/tiny", "--name", "x"), env=_env(hub, tmp_path)
     )
@@ -298,7 +305,7 @@ def test_killed_at_random_and_resumed(seed: int, hub: Hub, tmp_path: Path) -> No
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    hub.rate = None
+        killed.set()
     before = len(hub.downloads())
     with Store.open(tmp_path / "s") as store:
         assert "x" not in store.ref_ids()
