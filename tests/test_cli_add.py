@@ -355,10 +355,11 @@ def test_what_the_cache_lacks_says_how_to_get_it(mstore: Program, cache: Path) -
     assert done.status == 1
     assert "org/other: no such file or directory, and the Hub's cache at" in done.err
     assert str(cache) in done.err
-    assert "hf download org/other\n" in done.err
+    assert "mstore --store" in done.err
+    assert "add hf://org/other --name REF\n" in done.err
     done = mstore("add", "org/tiny-model@v2", "--name", "m")
     assert "not its revision v2" in done.err
-    assert "hf download org/tiny-model --revision v2\n" in done.err
+    assert "add hf://org/tiny-model@v2 --name REF\n" in done.err
     assert refs(mstore) == []
 
 

@@ -234,10 +234,9 @@ PLAN = ["plan", "--base", "base", "--expert", "expert"]
             ["merge", "--recipe", "no.yml", "--name", "m"],
             "check the path; mstore recipe REF > FILE",
         ),
-        (["add", "hf://a/b", "--name", "m"], "hf download a/b && mstore add a/b --name REF"),
         (
             ["add", "https://huggingface.co/a/b/tree/v1", "--name", "m"],
-            "hf download a/b --revision v1 && mstore add a/b@v1 --name REF",
+            "mstore add hf://a/b@v1 --name REF",
         ),
         (["merge", "--abort"], "nothing to abort: a merge publishes all or nothing"),
     ],
@@ -325,20 +324,6 @@ def test_a_model_of_another_shape(mstore: Program, tmp_path: Path) -> None:
     line = typed(mstore, f"add {tmp_path / 'small'} --name small --base none")
     assert f"hint: {line}; or --skip PATTERN " in done.err
     mstore.succeed(*shlex.split(line.partition(f"{mstore.store}' ")[2]))
-
-
-def test_a_model_of_the_cache_by_its_address(
-    shared: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The address of a model that the Hub's cache has is answered with its id."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    model = tmp_path / "hub" / "models--acme--tiny"
-    write(model / "snapshots" / "c0", 3)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("c0")
-    hint = f"hint: {typed(shared, 'add acme/tiny --name REF')}\n"
-    for address in ("hf://acme/tiny", "https://huggingface.co/acme/tiny"):
-        assert shared("add", address, "--name", "m").err.endswith(hint)
 
 
 def test_a_share_as_a_parameter(mstore: Program) -> None:

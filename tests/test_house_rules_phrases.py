@@ -35,7 +35,6 @@ EXEMPT = {
             "(docker run --pid=host, or --pid=container:NAME)"
         ),
     ): "flags of docker",
-    ("mstore/checkpoint/tree.py", " --revision {}"): "a flag of the Hub's own program",
     ("mstore/store/layout.py", "mstore {} {} {}\n"): "the line of the file format",
     ("mstore/store/mirror.py", "mstore refs 2"): "the first line of the mirror of the refs",
     ("mstore/merge/analysis/exchange.py", "mstore plan 1"): "the first line of a plan as text",

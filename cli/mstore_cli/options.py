@@ -279,6 +279,14 @@ SkipCompared = Annotated[
         "another shape. Repeatable.",
     ),
 ]
+Include = Annotated[
+    tuple[str, ...],
+    Option(
+        "--include",
+        metavar="PATTERN",
+        help="Take only files whose names match, as in a .gitignore. Repeatable.",
+    ),
+]
 Exclude = Annotated[
     tuple[str, ...],
     Option(

@@ -5,6 +5,7 @@ Part of `mstore.api.Store`, which combines all parts.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from mstore.store.leases import Lease
 from mstore.store.refs import refs_in
 from mstore.terms.errors import BadRequest, Conflict
 from mstore.terms.ids import Revision
-from mstore.terms.phrases import Option, call, phrase
+from mstore.terms.phrases import Option, call, few, phrase
 from mstore.terms.sizes import format_size
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Adding(OpenStore):
         kind: str = "full",
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
+        include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         default_excludes: bool = True,
         codec: str | None = None,
@@ -100,8 +102,10 @@ class Adding(OpenStore):
     ) -> AddReport:
         """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
 
-        path: the directory, the file, or a model of a Hugging Face cache
-        (`mstore.checkpoint.tree.cached_model` finds it by its id).
+        path: the directory, the file, a model of a Hugging Face cache
+        (`mstore.checkpoint.tree.cached_model` finds it by its id), or the address of one on the
+        Hub, `hf://ORG/NAME[@REVISION][/DIRECTORY]`. Files of the Hub are stored as they arrive; a
+        call that was interrupted goes on with the next file.
         candidate: a word for this run.  Then it is published as the run's candidate for the branch,
         `candidates/RUN/NAME`, and the branch stays, as for `merge`.
         base: the revision that the checkpoint was tuned from.  The call also stores statistics of
@@ -112,6 +116,7 @@ class Adding(OpenStore):
         stored, in the base's types and files.  A tensor that is missing is the base's.
         only, skip: patterns of the tensors to compare with the base; these must agree in name and
         shape.  With kind delta, those that they leave out are the base's.
+        include: patterns of files to take, in the same syntax as `exclude`; none: all files.
         exclude: patterns of files and directories to leave out, in the syntax of gitignore(5); they
         apply after those of the directory's own `.mstoreignore`.  The report names what was left
         out.
@@ -129,11 +134,13 @@ class Adding(OpenStore):
 
         An add that loses its ref to a writer that has since exited runs again.
 
-        Raises BadCheckpoint, BadName, BadRequest (kind), Conflict, Incompatible, StorageFailed, and
-        Unavailable (conversion without torch); then nothing is published.
+        Raises BadCheckpoint, BadName, BadRequest (kind), Conflict, Incompatible, NotFound,
+        StorageFailed, and Unavailable (conversion without torch, the Hub does not answer); then the
+        branch stays.
         """
         began = time.monotonic()
         from mstore.checkpoint.exclusion import Exclusion
+        from mstore.hub.repository import is_address
         from mstore.snapshots.add import add
         from mstore.store.objects.shapes import require_patterns
         from mstore.store.transaction import branch_to_move
@@ -148,8 +155,13 @@ class Adding(OpenStore):
         branch_to_move(self._catalog, name, candidate)
         for option, patterns in ((Option("only"), only), (Option("skip"), skip)):
             require_patterns(patterns, option)
-        exclusion = Exclusion.chosen(exclude, defaults=default_excludes)
-        with self._scanned(local_path(path), convert, limits, exclusion) as (checkpoint, remarks):
+        exclusion = Exclusion.chosen(exclude, include, defaults=default_excludes)
+        if not is_address(str(path)) or os.path.lexists(path):
+            place = self._scanned(local_path(path), convert, limits, exclusion)
+        else:
+            _refuse_on_hub(str(path), kind, convert)
+            place = self._on_hub(str(path), limits, exclusion, progress)
+        with place as (checkpoint, remarks):
             chosen = replace(
                 self._base(checkpoint, base, detect=detect_base),
                 only=tuple(only),
@@ -233,6 +245,56 @@ class Adding(OpenStore):
             yield found, made.remarks
         finally:
             lease.release()
+
+    @contextmanager
+    def _on_hub(
+        self,
+        address: str,
+        limits: CheckpointLimits | None,
+        exclusion: Exclusion,
+        progress: ProgressCallback | None,
+    ) -> Iterator[tuple[Checkpoint, tuple[str, ...]]]:
+        """Yield a checkpoint on the Hub.  What it needs on disk lies in tmp/, under a lease."""
+        from mstore.checkpoint.directory import DEFAULT_LIMITS
+        from mstore.hub.files import scanned
+        from mstore.hub.repository import Address, Repository
+
+        repository = Repository(Address.parse(address))
+        lease = Lease(self._catalog.layout, self._catalog.index, f"download {address}")
+        try:
+            found = scanned(
+                repository,
+                self._catalog,
+                lease.directory,
+                limits=limits or DEFAULT_LIMITS,
+                exclusion=exclusion,
+                progress=progress,
+            )
+            with contents.held(self._catalog, found.relied):
+                yield found.checkpoint, ()
+        finally:
+            lease.release()
+
+    def missing_base(self, address: str) -> str | None:
+        """Return the address of the base that the card of a model of the Hub names.
+
+        None if it names none, or one from which the store has a snapshot.
+
+        Raises BadRequest (no address, a card that names several), NotFound, Unavailable.
+        """
+        from mstore.hub.files import has_model
+        from mstore.hub.repository import Address, Repository
+
+        bases = Repository(Address.parse(address)).bases
+        if len(bases) > 1:
+            raise BadRequest(
+                f"its card names several bases: {few(bases)}",
+                where=address,
+                hint=call("add", f"hf://{bases[0]}", name="REF"),
+            )
+        if not bases or has_model(self._catalog, bases[0]):
+            return None
+        return str(Address.parse(f"hf://{bases[0]}"))
 
     def _base(self, checkpoint: Checkpoint, base: Revision | None, *, detect: bool) -> Base:
         """Return the base to compare a checkpoint with: named, detected, or none."""
@@ -446,6 +508,25 @@ class Adding(OpenStore):
                 threads=thread_count(threads),
                 progress=progress,
             )
+
+
+def _refuse_on_hub(address: str, kind: str, convert: ConversionLimits | None) -> None:
+    """Refuse what needs all files at once.  Raises BadRequest."""
+    if kind == "full" and convert is None:
+        return
+    from mstore.hub.repository import Address
+
+    model = Address.parse(address).model
+    option = Option("convert") if convert is not None else Option("kind", kind)
+    raise BadRequest(
+        phrase("{option} needs all files on this machine", option=option),
+        where=address,
+        hint=phrase(
+            "hf download {model}, then {add}",
+            model=model,
+            add=call("add", model, name="REF", **{option.name: option.value or True}),
+        ),
+    )
 
 
 def _idle(exclusion: Exclusion, checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -56,9 +56,18 @@ from mstore.checkpoint.paths import (
     name_for,
     quoted,
 )
-from mstore.checkpoint.reading import Stamp, read_part, storage_error
+from mstore.checkpoint.reading import OpenSource, Stamp, StampedFile, read_part, storage_error
 from mstore.checkpoint.strict_json import parse_object
-from mstore.checkpoint.tree import Tree, TreeFile, each_alone, pattern_named, several, walk
+from mstore.checkpoint.tree import (
+    HubOrigin,
+    Tree,
+    TreeFile,
+    each_alone,
+    origin_of,
+    pattern_named,
+    several,
+    walk,
+)
 from mstore.terms.errors import BadCheckpoint
 from mstore.terms.phrases import Phrase, call, few, joined, phrase
 from mstore.terms.sizes import format_size
@@ -102,13 +111,27 @@ class SourceFile(msgspec.Struct, frozen=True):
     """One file of a checkpoint.
 
     `path` is relative, with `/`; `absolute` is the real location of its bytes (behind a link, if it
-    is one) and contains no link.  `header` is None for an opaque file.
+    is one) and contains no link.  `header` is None for an opaque file.  A kind of file whose bytes
+    are elsewhere (`mstore.hub`) has its own `open` and `read`.
     """
 
     path: str
     absolute: Path
     stamp: Stamp
     header: Header | None
+
+    def open(self) -> OpenSource:
+        """Open the file: for reading most of it.  Raises BadCheckpoint, StorageFailed."""
+        return StampedFile(self.absolute, self.stamp)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return up to `length` bytes, without the rest of the file.  Raises as `open`."""
+        return read_part(self.absolute, offset, length, self.stamp)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether opening it brings its bytes from another machine."""
+        return False
 
     @property
     def size(self) -> int:
@@ -129,14 +152,16 @@ class SourceFile(msgspec.Struct, frozen=True):
 class Checkpoint(msgspec.Struct, frozen=True):
     """The files below `root`, sorted by path; at least one has a header.
 
-    models: which files loaders load together. shown: the checkpoint as the user named it. excluded:
-    what the directory holds and the patterns left out. remarks: what loaders may stumble over.
+    models: which files loaders load together. shown: the checkpoint as the user named it. origin:
+    the repository and commit that it is from, if known. excluded: what the directory holds and the
+    patterns left out. remarks: what loaders may stumble over.
     """
 
     root: Path
     shown: Path
     files: tuple[SourceFile, ...]
     models: tuple[Model, ...]
+    origin: HubOrigin | None = None
     excluded: tuple[Excluded, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -182,8 +207,11 @@ def scan(
     limits: CheckpointLimits = DEFAULT_LIMITS,
     replacement: Replacement = NOTHING_REPLACED,
     exclusion: Exclusion = NOTHING_EXCLUDED,
+    shown: Path | None = None,
 ) -> Checkpoint:
     """Read a checkpoint directory, or a single .safetensors file, without its tensor data.
+
+    shown: what errors call it; None: as `path`.
 
     A link to a regular file inside the directory counts as that file; in a snapshot of a Hub cache,
     so does a link into its `blobs`.
@@ -199,8 +227,10 @@ def scan(
         max_files=limits.max_files,
         max_sparse_bytes=limits.max_sparse_bytes,
         exclusion=exclusion,
+        shown=shown,
     )
     tree = _replaced(tree, replacement)
+    path = shown or path
     _require_safetensors(tree, path)
     _refuse_pickled_top(tree)
     files = _sources(tree, replacement, limits)
@@ -219,7 +249,8 @@ def scan(
         remarks += _require_all_shards(by_path, str(path))
     remarks += filter(None, map(_pointer_remark, files))
     models = models_of(by_path, lambda index: maps[index])
-    found = Checkpoint(tree.root, path, files, models, tree.excluded, tuple(remarks))
+    origin = origin_of(tree.root)
+    found = Checkpoint(tree.root, path, files, models, origin, tree.excluded, tuple(remarks))
     return replace(found, remarks=(*remarks, *_remark_of_several(found)))
 
 

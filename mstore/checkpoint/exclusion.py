@@ -1,8 +1,9 @@
 """Which files in a checkpoint's directory are not part of the model.
 
 Patterns come from three places, and the last one that matches a path decides: the defaults below,
-the file `.mstoreignore` at the top of the directory, and the caller.  Their syntax is that of
-gitignore(5):
+the file `.mstoreignore` at the top of the directory, and the caller.  The caller may also say which
+files to take: one that no pattern of these matches is left out, too.  The syntax of patterns is
+that of gitignore(5):
 
     name        a file or directory of this name, at any depth
     dir/        a directory only, and so all that is in it
@@ -45,6 +46,7 @@ WEIGHTS: Final = ".safetensors"
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 DEFAULT: Final = "the defaults"
 ASKED: Final = Option("exclude")
+INCLUDED: Final = Option("include")
 _EXAMPLE: Final = Option("exclude", ("logs/", "*.tmp"))
 
 DEFAULT_PATTERNS: Final = (
@@ -185,30 +187,43 @@ def _patterns(lines: Iterable[str], source: str | Option) -> tuple[Pattern, ...]
     return patterns
 
 
+def _requested(texts: Sequence[object], option: Option) -> tuple[Pattern, ...]:
+    """Return the patterns of a caller.  Raises BadRequest."""
+    given = [one for one in texts if isinstance(one, str) and one]
+    if isinstance(texts, str) or len(given) < len(texts):
+        raise BadRequest(
+            f"patterns of what to {option.name} are a list of texts that are not empty",
+            where=option,
+            hint=Option(option.name, ("logs/", "*.tmp")),
+        )
+    return _patterns(given, option)
+
+
 class Exclusion(msgspec.Struct, frozen=True):
     """Which files and directories of a checkpoint are left out; the last matching pattern decides.
 
-    reads_file: whether the checkpoint's own `.mstoreignore` applies. kept: paths that stay whatever
-    patterns say.
+    included: patterns of files, of which one must match each file; none: all files. reads_file:
+    whether the checkpoint's own `.mstoreignore` applies. kept: paths that stay whatever patterns
+    say.
     """
 
     patterns: tuple[Pattern, ...] = ()
     asked: tuple[Pattern, ...] = ()
+    included: tuple[Pattern, ...] = ()
     reads_file: bool = True
     kept: frozenset[str] = frozenset()
 
     @classmethod
-    def chosen(cls, exclude: Sequence[object] = (), *, defaults: bool = True) -> Exclusion:
+    def chosen(
+        cls,
+        exclude: Sequence[object] = (),
+        include: Sequence[object] = (),
+        *,
+        defaults: bool = True,
+    ) -> Exclusion:
         """Build the exclusion of a request.  Raises BadRequest for an invalid pattern."""
-        asked = [one for one in exclude if isinstance(one, str) and one]
-        if isinstance(exclude, str) or len(asked) < len(exclude):
-            raise BadRequest(
-                "patterns of what to leave out are a list of texts that are not empty",
-                where=ASKED,
-                hint=_EXAMPLE,
-            )
         own = _patterns(DEFAULT_PATTERNS, DEFAULT) if defaults else ()
-        return cls(own, _patterns(asked, ASKED))
+        return cls(own, _requested(exclude, ASKED), _requested(include, INCLUDED))
 
     def with_file(self, data: bytes, where: str) -> Exclusion:
         """Return this exclusion with the lines of an `.mstoreignore`.  Raises BadCheckpoint."""
@@ -236,10 +251,20 @@ class Exclusion(msgspec.Struct, frozen=True):
         if path in self.kept:
             return None
         parts = path.split("/")
+        if not is_directory and self.included and not self._is_included(parts):
+            return self.included[0]
         for pattern in reversed((*self.patterns, *self.asked)):
             if pattern.fits(parts, is_directory=is_directory):
                 return None if pattern.takes_back else pattern
         return None
+
+    def _is_included(self, parts: Sequence[str]) -> bool:
+        """Return whether a pattern matches a file, or a directory that it is in."""
+        return any(
+            pattern.fits(parts[:depth], is_directory=depth < len(parts))
+            for pattern in self.included
+            for depth in range(1, len(parts) + 1)
+        )
 
 
 NOTHING_EXCLUDED: Final = Exclusion(reads_file=False)

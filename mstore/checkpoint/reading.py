@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from mstore import fs
 from mstore.terms.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
@@ -104,11 +104,36 @@ def require_stamp(descriptor: int, stamp: Stamp, path: Path) -> None:
         raise changed(str(path))
 
 
-class StampedFile:
+class OpenSource(Protocol):
     """A file of a checkpoint, open until `close`; any thread may read.
 
     Every call raises BadCheckpoint if the file is not as it was when it was listed, StorageFailed.
     """
+
+    def __enter__(self) -> Self:
+        """Return this."""
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return all of these bytes."""
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `offset` on."""
+
+    def require_start(self, start: bytes) -> None:
+        """Require that the file begins so."""
+
+    def require_unchanged(self) -> None:
+        """Require that the file is as it was when it was listed."""
+
+
+class StampedFile:
+    """A file on this machine, opened by its stamp."""
 
     def __init__(self, path: Path, stamp: Stamp) -> None:
         self._path = path

@@ -38,12 +38,14 @@ from msgspec.structs import replace
 from mstore.checkpoint.exclusion import (
     ASKED,
     IGNORE_FILE,
+    INCLUDED,
     MAX_IGNORE_BYTES,
     NOTHING_EXCLUDED,
     WEIGHTS,
     Excluded,
     Exclusion,
     Pattern,
+    escaped,
     is_needed,
     is_pickled_top,
     spares,
@@ -106,9 +108,11 @@ def walk(
     max_files: int,
     max_sparse_bytes: int | None = None,
     exclusion: Exclusion = NOTHING_EXCLUDED,
+    shown: Path | None = None,
 ) -> Tree:
     """Return every regular file of a checkpoint directory, also hidden, or the one file `path`.
 
+    shown: what errors call the directory; None: as the caller named it.
     `path` itself may be a link: the caller named it.  In a directory, `exclusion` leaves out
     whatever it matches, of any type, and none of that is opened.  Raises NotFound, StorageFailed,
     and BadCheckpoint for a link to a directory or out of the checkpoint, a special file, a path
@@ -126,15 +130,16 @@ def walk(
         return tree
     if not stat.S_ISDIR(status.st_mode):
         raise BadCheckpoint("is neither a directory nor a regular file", where=str(path))
-    shown = hub_snapshot(path)
-    root = shown.resolve()
+    own = hub_snapshot(path)
+    shown = shown or own
+    root = own.resolve()
     walker = _Walker(root, shown, _own_blobs(root), max_files, exclusion)
     if exclusion.reads_file:
         walker = walker.with_file()
     found, excluded = walker.files()
     _refuse_unloadable(found, excluded, shown)
     _refuse_hub(found, shown)
-    check_case_twins((each.path for each in found), str(path))
+    check_case_twins((each.path for each in found), str(shown))
     tree = Tree(root, shown, tuple(found), tuple(excluded))
     _refuse_holes(tree, max_sparse_bytes)
     return tree
@@ -171,11 +176,15 @@ def _refuse_unloadable(
                     path=quoted(one.path),
                 ),
                 where=str(shown),
-                hint=phrase(
-                    "after that pattern: {exclude}",
-                    exclude=Option("exclude", (f"!/{one.path}",)),
-                ),
+                hint=_beside(one),
             )
+
+
+def _beside(one: Excluded) -> Phrase:
+    """Return the next step if patterns leave out a file that weights need."""
+    if one.pattern.source == INCLUDED:
+        return phrase("also {include}", include=Option("include", (f"/{escaped(one.path)}",)))
+    return phrase("after that pattern: {exclude}", exclude=Option("exclude", (f"!/{one.path}",)))
 
 
 def pattern_named(pattern: Pattern) -> Phrase:
@@ -190,6 +199,8 @@ def _instead(pattern: Pattern, shown: Path) -> Text:
     if pattern.source == IGNORE_FILE:
         file = shlex.quote(str(shown / IGNORE_FILE))
         return phrase("change {file}, or: {add}", file=file, add=add(exclude=(f"!*{WEIGHTS}",)))
+    if pattern.source == INCLUDED:
+        return phrase("{add}    (without {asked})", add=add(), asked=INCLUDED)
     if pattern.source == ASKED:
         asked = Option("exclude", (pattern.text,))
         return phrase("{add}    (without {asked})", add=add(), asked=asked)
@@ -526,7 +537,7 @@ def cached_model(id: str, cache: Path) -> Path:
         raise NotFound(
             f"no such file or directory, and the Hub's cache at {cache} has no such model",
             where=id,
-            hint=f"check the path, or download the model: {_download(name, revision)}",
+            hint=phrase("check the path, or from the Hub: {add}", add=_download(name, revision)),
         )
     commit = model / "snapshots" / (revision or "")
     if revision and "/" not in revision and commit.is_dir():
@@ -541,14 +552,23 @@ def cached_model(id: str, cache: Path) -> Path:
 
 
 class HubOrigin(NamedTuple):
-    """A snapshot of the Hub.
+    """A snapshot of the Hub, or a directory of one.
 
-    model: ORG/NAME. revision: a branch or tag of the cache that is this commit, empty for none.
+    model: ORG/NAME. revision: a branch or tag that is this commit, empty for none. directory: in
+    the repository, empty for all of it. endpoint: of the Hub.
     """
 
     model: str
     revision: str
     commit: str
+    directory: str = ""
+    endpoint: str = "https://huggingface.co"
+
+    @property
+    def url(self) -> str:
+        """The address of its page."""
+        below = f"/tree/{self.revision or self.commit}/{self.directory}" if self.directory else ""
+        return f"{self.endpoint}/{self.model}{below}"
 
 
 def origin_of(path: Path) -> HubOrigin | None:
@@ -577,5 +597,5 @@ def _revision_of(refs: Path, commit: str) -> str:
     return ""
 
 
-def _download(model: str, revision: str | None) -> str:
-    return f"hf download {model}" + (f" --revision {revision}" if revision else "")
+def _download(model: str, revision: str | None) -> Call:
+    return call("add", f"hf://{model}" + (f"@{revision}" if revision else ""), name="REF")

@@ -565,6 +565,20 @@ def make_empty(path: Path, *, private: bool) -> None:
             raise
 
 
+def make_hole(path: Path, size: int) -> None:
+    """Create a file of this size without bytes: it reads as zeros, and takes no room.
+
+    Neither atomic nor durable.  Raises StorageFailed if the name exists.
+    """
+    NewFile(path, private=True).close()
+    with translated(path):
+        descriptor = open_file(path, os.O_WRONLY)
+        try:
+            os.ftruncate(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+
 def temporary(path: Path, staging: Path | None) -> Path:
     return (staging or path.parent) / f".{path.name}.{os.urandom(4).hex()}"
 

@@ -23,7 +23,7 @@ from mstore.checkpoint.declared import CARD
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.header import TensorSlot
 from mstore.checkpoint.models import full_name, is_index, renamed, split_name
-from mstore.checkpoint.reading import StampedFile
+from mstore.checkpoint.reading import OpenSource
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.targets import is_adapter, is_any_adapter
 from mstore.models.vocabulary.members import TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
@@ -217,10 +217,10 @@ class SummedBlocks:
 
     def __init__(self, differences: Differences, slots: Sequence[DifferenceTensor]) -> None:
         self._differences = differences
-        self._open: dict[str, StampedFile] = {}
+        self._open: dict[str, OpenSource] = {}
         with ExitStack() as opening:
             for source in {slot.source.path: slot.source for slot in slots}.values():
-                file = opening.enter_context(StampedFile(source.absolute, source.stamp))
+                file = opening.enter_context(source.open())
                 if source.header is not None:
                     file.require_start(source.header.raw)
                 self._open[source.path] = file

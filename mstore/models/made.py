@@ -481,6 +481,12 @@ class Publication:
             self._moves.append(RefMove(name, now, new, action))
         return there or record, there is None
 
+    def drop_candidate(self, name: str, action: str) -> None:
+        """Remove a candidate if it is there, in the same commit."""
+        now = self._catalog.ref(name)
+        if now is not None:
+            self._moves.append(RefMove(name, now, None, action))
+
     def put_snapshots(self) -> None:
         """Put the records of the snapshots, which `commit` does otherwise."""
         for record in self._snapshots:

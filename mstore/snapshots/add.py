@@ -8,7 +8,7 @@ commits.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,7 @@ from mstore.blocks.codecs import Policy
 from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.models import name_in_model, renamed, split_name
-from mstore.checkpoint.reading import read_part
 from mstore.checkpoint.strict_json import json_object
-from mstore.checkpoint.tree import origin_of
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG
 from mstore.models.adapters.targets import check_adapter, is_adapter, is_any_adapter
 from mstore.models.made import Publication, assembled, texts_of
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["full", "delta"]
 """What the tensors of a checkpoint are: weights, or differences to those of the base."""
-_HUB = "https://huggingface.co"
 
 
 class AddReport(Report, frozen=True):
@@ -113,13 +110,15 @@ class Base(msgspec.Struct, frozen=True):
 
 
 NO_BASE = Base(None, None, given=True)
+ARRIVING = "download"
+"""The run whose candidates are the files that arrived of a checkpoint from elsewhere."""
 
 
 def _small(file: SourceFile) -> bytes | None:
     """Read a file of a usual config's size, None for a larger one."""
     if file.size > MAX_CONFIG:
         return None
-    return read_part(file.absolute, 0, file.size, file.stamp)
+    return file.read(0, file.size)
 
 
 def _require_fine_tune(
@@ -190,12 +189,15 @@ def add(
     kind: what its tensors are; if they are differences to the base, their sums are stored.
     message: the reason. A snapshot of a Hub cache also tells the model and its commit.
 
+    Files that are downloaded are published one by one as a candidate for the branch,
+    `candidates/download/NAME`, which goes when all are there.
+
     Raises BadCheckpoint, BadName, Conflict (the name is a tag), Incompatible (the base has other
-    tensors), StorageFailed. On any error nothing is published.
+    tensors), StorageFailed. On any error the branch stays.
     """
     began = time.monotonic()
-    known = origin_of(checkpoint.root)
-    origin = None if known is None else Origin(f"{_HUB}/{known.model}", *known[1:])
+    known = checkpoint.origin
+    origin = None if known is None else Origin(known.url, known.revision, known.commit)
     reason = message or ("" if known is None else f"{known.model}@{known.commit}")
     base_manifest, of_base = None, None
     if base.snapshot is not None:
@@ -215,35 +217,39 @@ def add(
     elif base_manifest is not None:
         _require_fine_tune(base_manifest, of_base or {}, checkpoint, catalog, name, base)
     tick = ProgressCounter("add", _to_read(checkpoint, differences), progress)
-    with Transaction(catalog, f"add {name}") as transaction:
-        current = branch_to_move(catalog, name, candidate)
-        adder = FileAdder(
-            catalog,
-            statistics,
-            transaction,
-            of_base,
-            policy,
-            only=base.only,
-            skip=base.skip,
-        )
-        # Report progress before the first read, which may block for ever.
-        tick(0)
-        models_by_file = checkpoint.models_by_file()
+    adder = FileAdder(catalog, statistics, of_base, policy, only=base.only, skip=base.skip)
+    # Report progress before the first read, which may block for ever.
+    tick(0)
+    models_by_file = checkpoint.models_by_file()
+    ahead = 2 * threads + 1
+
+    def put(sources: Iterable[SourceFile], transaction: Transaction) -> list[File]:
+        adder.write_to(transaction)
         with ThreadPoolExecutor(threads, "add") as pool:
-            ahead = 2 * threads + 1
-            sources = checkpoint.files if differences is None else differences.own_files()
-            files = [
+            return [
                 adder.add_file(file, models_by_file.get(file.path), pool, ahead, tick)
                 for file in sources
             ]
-            texts: dict[str, bytes] = {}
-            if differences is not None and base_manifest is not None:
-                theirs = differences.base_files()
+
+    *earlier, last = _batches(checkpoint.files if differences is None else differences.own_files())
+    files: list[File] = []
+    for batch in earlier:
+        with Transaction(catalog, f"add {name}") as transaction:
+            files += put(batch, transaction)
+            _publish_arrived(catalog, transaction, name, files, origin)
+            statistics.flush()
+    with Transaction(catalog, f"add {name}") as transaction:
+        current = branch_to_move(catalog, name, candidate)
+        files += put(last, transaction)
+        texts: dict[str, bytes] = {}
+        if differences is not None and base_manifest is not None:
+            theirs = differences.base_files()
+            with ThreadPoolExecutor(threads, "add") as pool:
                 sums = [adder.add_sums(file, differences, pool, ahead, tick) for file in theirs]
-                files += sums
-                # Headers of the base say what the base is, and not what the sums are.
-                changed = [one.path for one, own in zip(sums, theirs, strict=True) if one != own]
-                texts = texts_of(catalog, base_manifest, dict.fromkeys(changed))
+            files += sums
+            # Headers of the base say what the base is, and not what the sums are.
+            changed = [one.path for one, own in zip(sums, theirs, strict=True) if one != own]
+            texts = texts_of(catalog, base_manifest, dict.fromkeys(changed))
         _require_in_place(catalog, transaction.relied_blocks, checkpoint.root)
         manifest = assembled(files, texts, (), lambda _: (), transaction.put_bytes)
         manifest_id = manifest.id()
@@ -258,10 +264,12 @@ def add(
             action=f"add: {reason}" if reason else "add",
             origin=origin,
             keeps=partial(_records_base, base),
-            # Of sums, much is the base's own.
-            relies=differences is not None,
+            # Of sums, much is the base's own; and some files were stored by earlier transactions.
+            relies=differences is not None or bool(earlier),
             candidate=candidate,
         )
+        if checkpoint.origin is not None:
+            publication.drop_candidate(below(CANDIDATE, ARRIVING, name), "add")
         # Before the commit: an error after it would report a failure of something that was done.
         recorded = _recorded_base(catalog, snapshot)
         warnings = _warnings(checkpoint, files)
@@ -281,9 +289,9 @@ def add(
         files=len(files),
         tensors=sum(1 for file in files for _ in file.tensors()),
         plain_bytes=manifest.plain_bytes(),
-        bytes_written=transaction.bytes_written,
+        bytes_written=adder.bytes_written,
         blocks_total=adder.blocks_total,
-        blocks_new=transaction.blocks_new,
+        blocks_new=adder.blocks_new,
         blocks_equal_base=adder.blocks_equal_base if is_recorded else None,
         base=recorded,
         base_reason=_reason(base, recorded, is_new=is_new),
@@ -294,6 +302,45 @@ def add(
         warnings=warnings,
         seconds=time.monotonic() - began,
     )
+
+
+def _batches(sources: Sequence[SourceFile]) -> list[list[SourceFile]]:
+    """Return files in order, so that each batch but the last one ends with a file from elsewhere.
+
+    Local files are one batch.
+    """
+    batches: list[list[SourceFile]] = [[]]
+    left = sum(file.is_remote for file in sources)
+    for file in sources:
+        batches[-1].append(file)
+        left -= file.is_remote
+        if file.is_remote and left:
+            batches.append([])
+    return batches
+
+
+def _publish_arrived(
+    catalog: Catalog,
+    transaction: Transaction,
+    name: str,
+    files: Sequence[File],
+    origin: Origin | None,
+) -> None:
+    """Publish the files that are there so far as a candidate: who adds again finds them there."""
+    manifest = assembled(files, {}, (), lambda _: (), transaction.put_bytes)
+    publication = Publication(catalog, transaction)
+    publication.put(
+        name,
+        branch_to_move(catalog, name, ARRIVING),
+        manifest,
+        ADD,
+        (),
+        message="",
+        action="add: not all files yet",
+        origin=origin,
+        candidate=ARRIVING,
+    )
+    publication.commit()
 
 
 def _to_read(checkpoint: Checkpoint, differences: Differences | None) -> int:

@@ -27,7 +27,7 @@ from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.location import Location
 from mstore.checkpoint.directory import SourceFile
 from mstore.checkpoint.models import full_name
-from mstore.checkpoint.reading import StampedFile
+from mstore.checkpoint.reading import OpenSource
 from mstore.models.stats.store import StatsStore
 from mstore.store.ahead import in_groups, in_order
 from mstore.store.catalog import Catalog
@@ -101,11 +101,17 @@ class _Bytes(Protocol):
         """Raise BadCheckpoint unless what was read still has the stamps from when it was listed."""
 
 
-class _FileBytes(StampedFile):
-    """The bytes of a file of the checkpoint, kept open until it is closed."""
+class _FileBytes:
+    """The bytes of an open file of the checkpoint."""
+
+    def __init__(self, file: OpenSource) -> None:
+        self._file = file
 
     def fill(self, spans: Sequence[_Span], room: memoryview) -> None:
-        self.read_into(spans[0].offset, room)
+        self._file.read_into(spans[0].offset, room)
+
+    def require_unchanged(self) -> None:
+        self._file.require_unchanged()
 
 
 class _SumBytes:
@@ -269,14 +275,14 @@ class _Comparison:
 class FileAdder:
     """One running `add`: counters, and the comparison with the base.
 
-    base: the base's tensors by what the checkpoint calls those that are compared with them.
+    `write_to` says where to store.  base: the base's tensors by what the checkpoint calls those
+    that are compared with them.
     """
 
     def __init__(
         self,
         catalog: Catalog,
         statistics: StatsStore,
-        transaction: Transaction,
         base: Mapping[str, TensorId] | None,
         policy: Policy,
         *,
@@ -286,7 +292,7 @@ class FileAdder:
         self.catalog = catalog
         self.policy = policy
         self.statistics = statistics
-        self.transaction = transaction
+        self._transactions: list[Transaction] = []
         tensors = base or {}
         compared = set(tensors) if not only else matching(tensors, only)
         compared -= matching(tensors, skip)
@@ -299,6 +305,25 @@ class FileAdder:
         self.lost: set[BlockId] = set()
         self.not_finite: list[str] = []
         self.lost_tensors = 0
+
+    def write_to(self, transaction: Transaction) -> None:
+        """Store what follows in this transaction."""
+        self._transactions.append(transaction)
+
+    @property
+    def transaction(self) -> Transaction:
+        """The one that stores what is read now."""
+        return self._transactions[-1]
+
+    @property
+    def blocks_new(self) -> int:
+        """Blocks that the store did not have."""
+        return sum(one.blocks_new for one in self._transactions)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the packs that are sealed by now."""
+        return sum(one.bytes_written for one in self._transactions)
 
     def parts(self, source: SourceFile, model: str | None) -> list[_PartPlan]:
         """Return header and tensors of a file, or the file as one part.
@@ -338,10 +363,10 @@ class FileAdder:
     ) -> File:
         """Store a file's new blocks and its tensor records."""
         parts = self.parts(source, model)
-        with _FileBytes(source.absolute, source.stamp) as own:
+        with source.open() as own:
             if source.header is not None:
                 own.require_start(source.header.raw)
-            stored = self._add_parts(own, source.path, parts, pool, ahead, tick)
+            stored = self._add_parts(_FileBytes(own), source.path, parts, pool, ahead, tick)
         form = OPAQUE if source.header is None else SAFETENSORS
         return File(source.path, form, source.size, tuple(stored))
 

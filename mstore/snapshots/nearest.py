@@ -234,7 +234,7 @@ class _Search:
             return Nearest(None, "it is an adapter, and its config names no model")
         called = [one for one in self._candidates.values() if _is_called(one, named)]
         fitting = [one for one in called if self._fits(one)]
-        exact = [one for one in fitting if named in one.names]
+        exact = [one for one in fitting if named in one.names or _is_from(one, named)]
         match exact or fitting:
             case [one]:
                 return Nearest(one.id, f"{ADAPTER_CONFIG} names {quoted(named)}")
@@ -411,7 +411,7 @@ class _Search:
 
     def _read_own(self, path: str, length: int) -> bytes | None:
         file = self._files.get(path)
-        return None if file is None else read_part(file.absolute, 0, length, file.stamp)
+        return None if file is None else file.read(0, length)
 
     def _blocks(self) -> list[_Sampled]:
         if self._sample is None:
@@ -450,7 +450,7 @@ class _Search:
         block_size = self._catalog.block_size
         offset = number * block_size
         length = min(block_size, slot.nbytes - offset)
-        data = read_part(file.absolute, start + slot.begin + offset, length, file.stamp)
+        data = file.read(start + slot.begin + offset, length)
         if len(data) != length or _is_constant(data, slot.dtype):
             # The add itself detects a file that was truncated meanwhile.
             return None
@@ -572,8 +572,16 @@ def _root(id: SnapshotId, bases: dict[SnapshotId, SnapshotId]) -> SnapshotId:
     return id
 
 
+def _is_from(candidate: _Candidate, name: str) -> bool:
+    """Return whether a candidate is from the repository of the Hub that has this name."""
+    origin = candidate.record.origin
+    return origin is not None and origin.model.casefold() == name.casefold()
+
+
 def _is_called(candidate: _Candidate, name: str) -> bool:
-    """Return whether a declared name is the candidate's id, ref, or the last part of its ref."""
+    """Return whether a name is the candidate's id, its origin, its ref, or the ref's last part."""
+    if _is_from(candidate, name):
+        return True
     if len(name) >= _MIN_ID_DIGITS and str(candidate.id).startswith(name.casefold()):
         return True
     return any(_last(ref) == _last(name) for ref in candidate.names)

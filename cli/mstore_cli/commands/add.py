@@ -19,6 +19,7 @@ from mstore_cli.options import (
     Argument,
     Codec,
     Exclude,
+    Include,
     Message,
     NoDefaultExcludes,
     OnlyCompared,
@@ -64,8 +65,9 @@ def add(
         tuple[Path, ...],
         Argument(
             metavar="PATH",
-            help="Checkpoint directories, .safetensors files, or models of the Hugging Face cache: "
-            "their directories, or ORG/NAME[@REVISION].",
+            help="Checkpoint directories, .safetensors files, models of the Hugging Face cache "
+            "(their directories, or ORG/NAME[@REVISION]), or models of the Hugging Face Hub: "
+            "hf://ORG/NAME[@REVISION][/DIRECTORY].",
         ),
     ],
     name: Annotated[
@@ -93,6 +95,14 @@ def add(
             shell_complete=completion.refs,
         ),
     ] = None,
+    with_base: Annotated[
+        bool,
+        Option(
+            "--with-base",
+            help="If the card of a model of the Hub names a base that the store lacks, add that "
+            "first.",
+        ),
+    ] = False,
     kind: Annotated[
         str,
         Option(
@@ -103,6 +113,7 @@ def add(
     ] = "full",
     only: OnlyCompared = (),
     skip: SkipCompared = (),
+    include: Include = (),
     exclude: Exclude = (),
     no_default_excludes: NoDefaultExcludes = False,
     codec: Codec = None,
@@ -137,11 +148,16 @@ def add(
     To leave out more, use --exclude or a file .mstoreignore in the directory; the pattern '!NAME'
     keeps a file.
 
+    A model of the Hub is stored file by file as it arrives; run an interrupted command again, and
+    it goes on with the next file. Its base is looked for by the name in its card.
+
     With --kind delta, PATH holds what to add to the tensors of --base: the sum is stored as an
     expert like any other, and a tensor that PATH lacks is the base's.
 
     With --check, the branch moves only if the command passes; see `mstore merge`.
     """
+    if with_base and base is not None:
+        raise UsageError("--with-base and --base exclude each other")
     found = [checkpoint(path) for path in paths]
     named = _named(paths, found, name, name_prefix)
     limits = None if max_sparse is None else _limits(max_sparse)
@@ -152,6 +168,8 @@ def add(
     with session.open() as store:
         if checks.check and len(named) > 1:
             raise UsageError("--check is for one checkpoint", hint="one mstore add for each PATH")
+        if with_base:
+            named = _with_bases(store, named, name_prefix or "")
         own = _own_base(store, base, named)
         for path, ref in _ordered(named, own):
             is_base = own == ref
@@ -164,6 +182,7 @@ def add(
                 kind="full" if is_base else kind,
                 only=() if is_base else only,
                 skip=() if is_base else skip,
+                include=include,
                 exclude=exclude,
                 default_excludes=not no_default_excludes,
                 codec=codec,
@@ -221,15 +240,44 @@ def _limits(max_sparse: str) -> CheckpointLimits:
     return CheckpointLimits(max_sparse_bytes=parse_size(max_sparse, option="--max-sparse"))
 
 
+def _with_bases(store: Store, named: list[tuple[Path, str]], prefix: str) -> list[tuple[Path, str]]:
+    """Return the checkpoints with the bases that their cards name and the store lacks, first."""
+    from mstore.hub.repository import is_address
+
+    bases: dict[Path, str] = {}
+    for path, name in named:
+        if not is_address(str(path)):
+            continue
+        address = store.missing_base(str(path))
+        if address is None:
+            remarks([f"{path}: its card names no base, or the store has it"])
+            continue
+        base = Path(address)
+        ref = f"{prefix}{_given_name(base)}"
+        if ref in store.ref_ids() or ref == name:
+            raise UsageError(
+                f"its base {address} would be called {ref}, and that name is taken",
+                hint=f"mstore add {shlex.quote(address)} --name OTHER",
+            )
+        bases[base] = ref
+    return [*bases.items(), *(one for one in named if one[0] not in bases)]
+
+
+def _given_name(path: Path) -> str:
+    """Return the usual name of what is added: of a directory, a file, or a model of the Hub."""
+    from mstore.checkpoint.tree import given_name
+    from mstore.hub.repository import Address, is_address
+
+    return Address.parse(str(path)).name if is_address(str(path)) else given_name(path)
+
+
 def _own_base(store: Store, base: str | None, named: list[tuple[Path, str]]) -> str | None:
     """Return the new branch that `base` means, by its name or its path; None if none."""
     if base is None or len(named) == 1:
         return None
-    from mstore.checkpoint.tree import given_name
-
     if any(name == base for _, name in named):
         return base
-    called = [name for path, name in named if base in (str(path), given_name(path))]
+    called = [name for path, name in named if base in (str(path), _given_name(path))]
     return called[0] if len(called) == 1 and base not in store.ref_ids() else None
 
 
@@ -253,9 +301,7 @@ def _named(
     if names and prefix is not None:
         raise UsageError("--name and --name-prefix exclude each other")
     if prefix is not None:
-        from mstore.checkpoint.tree import given_name
-
-        names = [f"{prefix}{given_name(path)}" for path in found]
+        names = [f"{prefix}{_given_name(path)}" for path in found]
     elif not names:
         hint = f"mstore add {first} --name {_suggested(found[0])}"
         if len(paths) > 1:
@@ -279,11 +325,10 @@ def _named(
 
 def _suggested(path: Path) -> str:
     """Suggest a name for a checkpoint: its own, if valid."""
-    from mstore.checkpoint.tree import given_name
     from mstore.store.refs import check_name
     from mstore.terms.errors import BadName
 
-    name = given_name(path)
+    name = _given_name(path)
     try:
         check_name(name)
     except BadName:
@@ -395,7 +440,7 @@ def _base(base: ParentReport | None, reason: str | None) -> str | None:
 
 
 _URL = re.compile(
-    r"(?:hf:|https?:/(?:www\.)?(?:huggingface\.co|hf\.co))/"
+    r"https?:/(?:www\.)?(?:huggingface\.co|hf\.co)/"
     r"(?P<id>(?!datasets/|spaces/)[^/@]+/[^/@]+)(?:@|/tree/)?(?P<revision>(?<=[@/])[^/]+)?(?:/.*)?"
 )
 """An address of a model on the Hub, as a path: one slash for several."""
@@ -416,14 +461,18 @@ def _expanded(text: str) -> Path:
 
 
 def checkpoint(path: Path) -> Path:
-    """Return a path if it exists, else that of the cached model with this id.
+    """Return a path if it exists, an address of the Hub, or the cached model with this id.
 
-    A path is taken before a model of the same id, with a remark.  Raises NotFound, BadCheckpoint.
+    A path is taken before a model of the same id, with a remark.  Raises NotFound, BadCheckpoint,
+    BadRequest for an address that is none.
     """
     from mstore.checkpoint.tree import cached_model, is_id
+    from mstore.hub.repository import Address, is_address
     from mstore.terms.errors import MstoreError
 
     id = str(path)
+    if is_address(id) and not os.path.lexists(path):
+        return Path(str(Address.parse(id)))
     url = _URL.fullmatch(id)
     if url is not None and not os.path.lexists(path):
         raise _is_url(url["id"], url["revision"])
@@ -440,19 +489,12 @@ def checkpoint(path: Path) -> Path:
 
 
 def _is_url(id: str, revision: str | None) -> NotFound:
-    """Return the error for an address of a model: which command adds the model."""
-    from mstore.checkpoint.tree import cached_model
-    from mstore.terms.errors import MstoreError, NotFound
+    """Return the error for an address of a model's page: which command adds the model."""
+    from mstore.terms.errors import NotFound
 
     wanted = f"{id}@{revision}" if revision else id
-    add = f"mstore add {shlex.quote(wanted)} --name REF"
-    try:
-        cached_model(wanted, cache())
-    except MstoreError:
-        download = f"hf download {shlex.quote(id)}"
-        add = f"{download}{f' --revision {revision}' if revision else ''} && {add}"
     return NotFound(
-        "add downloads nothing; a model of the Hub's cache is named by its id",
+        "is the address of a page; add takes that of the model",
         where=wanted,
-        hint=add,
+        hint=f"mstore add {shlex.quote(f'hf://{wanted}')} --name REF",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.structs import astuple
@@ -51,6 +52,11 @@ class Origin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     url: str
     revision: str
     commit: str
+
+    @property
+    def model(self) -> str:
+        """The first two parts of the path, which a Hub calls the model: ORG/NAME."""
+        return "/".join(urlsplit(self.url).path.split("/")[1:3])
 
 
 class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):

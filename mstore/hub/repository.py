@@ -1,0 +1,398 @@
+"""A model's repository on the Hub at one commit: its files, ranges of them, and whole ones.
+
+huggingface_hub does what is the Hub's: URLs, revisions, tokens, metadata, downloads.  This says
+which of its errors is which of ours, and waits as long as a server asks for.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+
+from mstore.checkpoint.paths import quoted
+from mstore.checkpoint.reading import storage_error
+from mstore.checkpoint.tree import HUB_PREFIX, HubOrigin
+from mstore.terms.errors import BadCheckpoint, BadRequest, MstoreError, NotFound, Unavailable
+from mstore.terms.phrases import Phrase, call, joined, phrase
+
+if TYPE_CHECKING:
+    import huggingface_hub
+
+T = TypeVar("T")
+_ADDRESS: Final = re.compile(r"hf:/{0,2}(?P<rest>[^/].*)")
+"""An address; as a path it has one slash for several."""
+_BUSY: Final = frozenset({408, 429, 500, 502, 503, 504})
+_TRIES: Final = 6
+_LONGEST_WAIT: Final = 300.0
+"""Seconds.  A server that asks for more is told to the user."""
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is an address of a model on the Hub, sound or not."""
+    return _ADDRESS.fullmatch(text) is not None
+
+
+class Address(msgspec.Struct, frozen=True):
+    """A model on the Hub: ORG/NAME, a revision (None: the main branch), a directory of it."""
+
+    model: str
+    revision: str | None = None
+    directory: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Return the address that `hf://ORG/NAME[@REVISION][/DIRECTORY]` names; also `hf:ORG/NAME`.
+
+        A revision is a branch, a tag, a commit or `refs/pr/N`.  Raises BadRequest, Unavailable.
+        """
+        hub = library()
+        found = _ADDRESS.fullmatch(text)
+        try:
+            uri = hub.parse_hf_uri(f"hf://{'' if found is None else found['rest']}")
+        except ValueError as error:
+            *_, why = str(error).splitlines()
+            raise BadRequest(
+                f"is no address of a model: {why}",
+                where=text,
+                hint="hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME@REVISION/DIRECTORY",
+            ) from error
+        if uri.type != "model":
+            raise BadRequest(f"is a {uri.type} of the Hub, not a model", where=text)
+        return cls(uri.id, uri.revision, uri.path_in_repo.strip("/"))
+
+    def __str__(self) -> str:
+        revision = "" if self.revision is None else f"@{self.revision}"
+        below = f"/{self.directory}" if self.directory else ""
+        return f"hf:{self.model}{revision}{below}"
+
+    @property
+    def name(self) -> str:
+        """The last part of the model's name, or of the directory."""
+        return (self.directory or self.model).rpartition("/")[2]
+
+
+def library() -> Any:
+    """Return huggingface_hub.  Raises Unavailable."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.hf_api
+        import huggingface_hub.utils
+    except ImportError as error:
+        raise Unavailable(
+            f"the Hub needs the library huggingface_hub ({error})",
+            hint="pip install 'mstore[hub]'",
+        ) from error
+    return huggingface_hub
+
+
+class RemoteFile(msgspec.Struct, frozen=True):
+    """A file of the repository, by its path in the directory that the address names.
+
+    digest: SHA-256 of the bytes, or that of git's blob of them (`is_git`).
+    """
+
+    path: str
+    size: int
+    digest: str
+    is_git: bool
+
+
+class Repository:
+    """A model on the Hub at the commit that its revision is now.
+
+    Every call raises NotFound, Unavailable (the Hub does not answer, or asks for an account or a
+    licence), and BadCheckpoint for a file that is not what the Hub's list says.
+    """
+
+    def __init__(self, address: Address) -> None:
+        hub = library()
+        self.address = address
+        self.endpoint: str = hub.constants.ENDPOINT
+        self._api: huggingface_hub.HfApi = hub.HfApi(endpoint=self.endpoint, library_name="mstore")
+        self._headers: dict[str, str] = hub.utils.build_hf_headers(library_name="mstore")
+        info = self._asked(
+            lambda: self._api.model_info(address.model, revision=address.revision, timeout=60)
+        )
+        self.commit = str(info.sha)
+        stated = getattr(info.card_data, "base_model", None)
+        self.bases: tuple[str, ...] = (
+            (stated,)
+            if isinstance(stated, str)
+            else tuple(one for one in stated or () if isinstance(one, str))
+        )
+        """The models that its card calls its base."""
+
+    @property
+    def origin(self) -> HubOrigin:
+        """What a snapshot of it records."""
+        return HubOrigin(
+            self.address.model,
+            self.address.revision or "main",
+            self.commit,
+            self.address.directory,
+            self.endpoint,
+        )
+
+    def files(self) -> Iterator[RemoteFile]:
+        """Yield the files below the address, as the Hub names them: unchecked, in any order."""
+        hub = library()
+        above = f"{self.address.directory}/" if self.address.directory else ""
+        entries = self._asked(
+            lambda: list(
+                self._api.list_repo_tree(
+                    self.address.model,
+                    self.address.directory or None,
+                    recursive=True,
+                    revision=self.commit,
+                )
+            )
+        )
+        for entry in entries:
+            if not isinstance(entry, hub.hf_api.RepoFile):
+                continue
+            lfs = entry.lfs
+            digest = entry.blob_id if lfs is None else lfs.sha256
+            yield RemoteFile(entry.path.removeprefix(above), entry.size, digest, lfs is None)
+
+    def _place(self, path: str) -> str:
+        directory = self.address.directory
+        return f"{directory}/{path}" if directory else path
+
+    def cached(self, file: RemoteFile) -> Path | None:
+        """Return where the user's cache has a file of this commit; None if it has it not."""
+        hub = library()
+        found = hub.try_to_load_from_cache(
+            self.address.model,
+            self._place(file.path),
+            cache_dir=hub.constants.HF_HUB_CACHE,
+            revision=self.commit,
+        )
+        if not isinstance(found, str):
+            return None
+        path = Path(found)
+        return path if path.stat().st_size == file.size else None
+
+    def read(self, file: RemoteFile, offset: int, length: int) -> bytes:
+        """Return these bytes of a file, fewer at its end."""
+        end = min(offset + length, file.size)
+        if end <= offset:
+            return b""
+        hub = library()
+        url = hub.hf_hub_url(
+            self.address.model,
+            self._place(file.path),
+            revision=self.commit,
+            endpoint=self.endpoint,
+        )
+        headers = {
+            **self._headers,
+            "Range": f"bytes={offset}-{end - 1}",
+            "Accept-Encoding": "identity",
+        }
+
+        def ask() -> bytes:
+            pieces: list[bytes] = []
+            got, skip = 0, offset
+            with hub.get_session().stream(
+                "GET", url, headers=headers, follow_redirects=True, timeout=60
+            ) as response:
+                hub.utils.hf_raise_for_status(response)
+                if response.status_code == 206:
+                    skip = 0
+                for piece in response.iter_bytes():
+                    kept = piece[skip:]
+                    skip -= len(piece) - len(kept)
+                    pieces.append(kept)
+                    got += len(kept)
+                    if got >= end - offset:
+                        break
+            return b"".join(pieces)[: end - offset]
+
+        data = self._asked(ask)
+        if len(data) != end - offset:
+            raise self._changed(file)
+        return data
+
+    def download(self, file: RemoteFile, directory: Path, tick: Callable[[int], None]) -> Path:
+        """Download a whole file to its place below a directory; return the file.
+
+        tick: called with the bytes that arrived, now and then, from any thread.
+        """
+        hub = library()
+        bar = _bar(tick)
+        place = self._place(file.path)
+        found = self._asked(
+            lambda: Path(
+                hub.hf_hub_download(
+                    self.address.model,
+                    place,
+                    revision=self.commit,
+                    local_dir=directory,
+                    endpoint=self.endpoint,
+                    library_name="mstore",
+                    tqdm_class=bar,
+                )
+            )
+        )
+        if found.stat().st_size != file.size:
+            raise self._changed(file)
+        return found
+
+    def _changed(self, file: RemoteFile) -> BadCheckpoint:
+        return BadCheckpoint(
+            f"the Hub sent another length of {quoted(file.path)} than the {file.size} bytes that "
+            "it lists",
+            where=str(self.address),
+            hint="run the command again",
+        )
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        """Ask the Hub, and ask again as long as it is busy and says when."""
+        for number in range(_TRIES):
+            with _told(self.address):
+                try:
+                    return ask()
+                except Exception as error:
+                    wait = _wait(error, number)
+                    if wait is None or number == _TRIES - 1:
+                        raise
+            time.sleep(wait)
+        raise AssertionError("the last try returns or raises")
+
+
+def _wait(error: Exception, number: int) -> float | None:
+    """Return how many seconds to wait before the next try; None if no try would help."""
+    import httpx2
+
+    if isinstance(error, httpx2.TransportError):
+        return float(2**number) / 4
+    response = _response(error)
+    if response is None or response.status_code not in _BUSY:
+        return None
+    told = str(response.headers.get("Retry-After", ""))
+    wait = float(told) if told.isdigit() else float(2**number) / 4
+    return wait if wait <= _LONGEST_WAIT else None
+
+
+def _response(error: BaseException) -> Any:
+    """Return the answer that an error of huggingface_hub, or one that it hides, is about."""
+    answers = (getattr(one, "response", None) for one in _chain(error))
+    return next((one for one in answers if one is not None), None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what caused it."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+@contextmanager
+def _told(address: Address) -> Iterator[None]:
+    """Raise errors of huggingface_hub as ours."""
+    import httpx2
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except MstoreError:
+        raise
+    except (httpx2.HTTPError, errors.OfflineModeIsEnabled, OSError, ValueError) as error:
+        raise _error(error, address) from error
+
+
+def _error(error: Exception, address: Address) -> MstoreError:
+    from huggingface_hub import constants, errors, get_token
+
+    known = (errors.HfHubHTTPError, errors.OfflineModeIsEnabled)
+    found: Exception | None = next((one for one in _chain(error) if isinstance(one, known)), None)
+    where = str(address)
+    page = f"{constants.ENDPOINT}/{address.model}"
+    has_token = get_token() is not None
+    login = "hf auth login" if not has_token else "hf auth whoami"
+    match found:
+        case errors.GatedRepoError():
+            step = f"open {page} in a browser and accept its terms"
+            return Unavailable(
+                "the model is gated: its owner lets in who accepts the terms",
+                where=where,
+                hint=step if has_token else f"{step}, then: {login}",
+            )
+        case errors.RepositoryNotFoundError():
+            return NotFound(
+                "the Hub has no such model, or it is private and "
+                + ("the token does not reach it" if has_token else "no token is set"),
+                where=where,
+                hint=f"check the name at {page}; if it is private: {login}",
+            )
+        case errors.RevisionNotFoundError():
+            return NotFound(
+                f"the model has no revision {address.revision or 'main'}",
+                where=where,
+                hint=f"its branches and tags: {page}/tree/main",
+            )
+        case errors.EntryNotFoundError():
+            return NotFound(
+                f"the model has no directory {quoted(address.directory)}",
+                where=where,
+                hint=call("add", f"hf:{address.model}", name="REF"),
+            )
+        case errors.OfflineModeIsEnabled():
+            return Unavailable(
+                "HF_HUB_OFFLINE is set, and the Hub is asked for this",
+                where=where,
+                hint=joined("unset HF_HUB_OFFLINE", _from_cache(address)),
+            )
+        case errors.HfHubHTTPError(response=response) if response is not None:
+            status = response.status_code
+            if status in (401, 403):
+                return Unavailable(
+                    f"the Hub refuses the token, or has none for this ({status})",
+                    where=where,
+                    hint=login,
+                )
+            told = response.headers.get("Retry-After")
+            later = f", and asks to wait {told} s" if told else ""
+            again = "run the command again later: it goes on with what arrived"
+            return Unavailable(f"the Hub answers {status}{later}", where=where, hint=again)
+    if isinstance(error, OSError) and error.errno is not None and found is None:
+        return storage_error(error, where)
+    return Unavailable(
+        f"the Hub at {constants.ENDPOINT} does not answer: {str(error).splitlines()[0]}",
+        where=where,
+        hint=joined("run the command again: it goes on with what arrived", _from_cache(address)),
+    )
+
+
+def _from_cache(address: Address) -> Phrase | None:
+    """Return the call that adds the model from the user's cache; None if the cache lacks it."""
+    from huggingface_hub import constants
+
+    folder = f"{HUB_PREFIX}{address.model.replace('/', '--')}"
+    if address.directory or not (Path(constants.HF_HUB_CACHE) / folder).is_dir():
+        return None
+    revision = "" if address.revision is None else f"@{address.revision}"
+    add = call("add", f"{address.model}{revision}", name="REF")
+    return phrase("from the cache: {add}", add=add)
+
+
+def _bar(tick: Callable[[int], None]) -> type:
+    """Return what huggingface_hub takes for a progress bar: it draws nothing, and calls `tick`."""
+    bar: Any = library().utils.tqdm
+
+    class Quiet(bar):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            options["disable"] = True
+            super().__init__(*arguments, **options)
+
+        def update(self, n: float | None = 1) -> None:
+            tick(int(n or 0))
+
+    return Quiet

@@ -1,0 +1,275 @@
+"""A small Hugging Face Hub for tests: what huggingface_hub needs to download, at a real socket.
+
+Repositories are commits in memory.  Files of weights are served as the Hub serves LFS files: the
+page redirects to another address, which has the bytes; others come from the page itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+LFS = (".safetensors", ".bin", ".onnx")
+PAGE = 1000
+"""Entries of one answer of a tree."""
+
+
+@dataclass
+class Repository:
+    """A model: its commits, newest last, and what its branches and pull requests point at."""
+
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    card: dict[str, Any] = field(default_factory=dict)
+    gated: bool = False
+    private: bool = False
+
+    def commit(self, files: Mapping[str, bytes], ref: str = "main") -> str:
+        """Make these files the newest commit of a ref; return its id."""
+        text = repr((len(self.commits), ref, sorted(files))).encode()
+        id = hashlib.sha1(text).hexdigest()
+        self.commits[id] = dict(files)
+        self.refs[ref] = id
+        return id
+
+    def resolve(self, revision: str) -> str | None:
+        """Return the commit of a revision."""
+        return self.refs.get(revision, revision if revision in self.commits else None)
+
+
+@dataclass
+class Fault:
+    """An answer in place of the right one, `times` times, where the path fits."""
+
+    path: re.Pattern[str]
+    status: int
+    headers: Mapping[str, str]
+    times: int
+    whole: bool
+
+
+class Hub:
+    """The server; `url` is its HF_ENDPOINT."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, Repository] = {}
+        self.tokens = {"hf_good"}
+        self.requests: list[tuple[str, str]] = []
+        self.faults: list[Fault] = []
+        self.served: dict[str, bytes] = {}
+        """What a file's content is in place of what the lists say."""
+        self.before_send: Callable[[str], None] = lambda path: None
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        # Another host, to which no client may send a token.
+        self.elsewhere = f"http://localhost:{self._server.server_port}"
+        self.leaked: list[str] = []
+        """Tokens that came with requests for the other address."""
+
+    def model(self, id: str, files: Mapping[str, bytes], **options: Any) -> Repository:
+        """Make a repository with one commit."""
+        made = self.models[id] = Repository(**options)
+        made.commit(files)
+        return made
+
+    def fail(
+        self, path: str, status: int, times: int = 1, *, whole: bool = False, **headers: str
+    ) -> None:
+        """Answer `times` requests whose path has this expression with an error.
+
+        whole: not those for a range that ends before the file does.
+        """
+        told = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.faults.append(Fault(re.compile(path), status, told, times, whole))
+
+    def downloads(self) -> list[str]:
+        """Return the requests for whole files of weights, in order: their paths."""
+        return [path for method, path in self.requests if method == "BYTES"]
+
+    @contextmanager
+    def running(self) -> Iterator[Hub]:
+        """Serve until the block ends."""
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            self._server.server_close()
+            thread.join()
+
+
+def directory_files(directory: Path) -> dict[str, bytes]:
+    """Return the files of a directory as a commit has them."""
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+@lru_cache(maxsize=1000)
+def _entry(path: str, data: bytes) -> dict[str, Any]:
+    blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+    made: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": blob}
+    if path.endswith(LFS):
+        sha = hashlib.sha256(data).hexdigest()
+        made["lfs"] = {"oid": sha, "size": len(data), "pointerSize": 134}
+    return made
+
+
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.answer()
+
+        def do_GET(self) -> None:
+            self.answer()
+
+        def answer(self) -> None:
+            parts = urlsplit(self.path)
+            path = unquote(parts.path)
+            hub.requests.append((self.command, path))
+            is_part = re.fullmatch(r"bytes=\d+-\d+", self.headers.get("Range", "")) is not None
+            for fault in hub.faults:
+                if fault.whole and is_part:
+                    continue
+                if fault.times and fault.path.search(path):
+                    fault.times -= 1
+                    self.say(fault.status, b"", fault.headers)
+                    return
+            query = parse_qs(parts.query)
+            if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+                self.info(found[1], found[2] or "main")
+            elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
+                self.tree(found[1], found[2], int(query.get("cursor", ["0"])[0]))
+            elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/(refs/pr/\d+|[^/]+)/(.+)", path):
+                self.resolve(found[1], found[2], found[3])
+            elif found := re.fullmatch(r"/lfs/([^/]+/[^/]+)/([0-9a-f]{40})/(.+)", path):
+                if "Authorization" in self.headers:
+                    hub.leaked.append(self.headers["Authorization"])
+                self.body(found[3], hub.models[found[1]].commits[found[2]][found[3]], {})
+            else:
+                self.say(404, b"", {})
+
+        def allowed(self, id: str, *, content: bool) -> Repository | None:
+            repository = hub.models.get(id)
+            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            if repository is None or (repository.private and token not in hub.tokens):
+                self.say(401, b"", {"X-Error-Code": "RepoNotFound"})
+                return None
+            if content and repository.gated and token not in hub.tokens:
+                self.say(403, b"", {"X-Error-Code": "GatedRepo"})
+                return None
+            return repository
+
+        def info(self, id: str, revision: str) -> None:
+            repository = self.allowed(id, content=False)
+            if repository is None:
+                return
+            sha = repository.resolve(revision)
+            if sha is None:
+                self.say(404, b"", {"X-Error-Code": "RevisionNotFound"})
+                return
+            files = [{"rfilename": path} for path in repository.commits[sha]]
+            told = {"id": id, "modelId": id, "sha": sha, "siblings": files, "tags": []}
+            told |= {"private": repository.private, "cardData": repository.card}
+            self.say(200, json.dumps(told).encode(), {"Content-Type": "application/json"})
+
+        def tree(self, id: str, rest: str, cursor: int) -> None:
+            repository = self.allowed(id, content=False)
+            if repository is None:
+                return
+            known = [*repository.refs, *repository.commits]
+            revision = next((one for one in known if f"{rest}/".startswith(f"{one}/")), None)
+            sha = None if revision is None else repository.resolve(revision)
+            if sha is None or revision is None:
+                self.say(404, b"", {"X-Error-Code": "RevisionNotFound"})
+                return
+            below = rest[len(revision) :].strip("/")
+            files = repository.commits[sha]
+            entries = [
+                _entry(path, data)
+                for path, data in files.items()
+                if not below or path.startswith(f"{below}/")
+            ]
+            if below and not entries:
+                self.say(404, b"", {"X-Error-Code": "EntryNotFound"})
+                return
+            directories = {p.rpartition("/")[0] for p in files if "/" in p}
+            entries += [
+                {"type": "directory", "path": one, "oid": "0" * 40, "size": 0}
+                for one in sorted(directories)
+                if not below or one.startswith(f"{below}/")
+            ]
+            headers = {"Content-Type": "application/json"}
+            if cursor + PAGE < len(entries):
+                place = f"{hub.url}/api/models/{id}/tree/{quote(rest)}"
+                following = f"{place}?recursive=true&cursor={cursor + PAGE}"
+                headers["Link"] = f'<{following}>; rel="next"'
+            self.say(200, json.dumps(entries[cursor : cursor + PAGE]).encode(), headers)
+
+        def resolve(self, id: str, revision: str, path: str) -> None:
+            repository = self.allowed(id, content=True)
+            if repository is None:
+                return
+            sha = repository.resolve(revision)
+            data = None if sha is None else repository.commits[sha].get(path)
+            if data is None or sha is None:
+                code = "RevisionNotFound" if sha is None else "EntryNotFound"
+                self.say(404, b"", {"X-Error-Code": code})
+                return
+            entry = _entry(path, data)
+            headers = {"X-Repo-Commit": sha, "ETag": f'"{entry["oid"]}"'}
+            if "lfs" in entry:
+                headers["X-Linked-Etag"] = f'"{entry["lfs"]["oid"]}"'
+                headers["X-Linked-Size"] = str(len(data))
+                headers["Location"] = f"{hub.elsewhere}/lfs/{id}/{sha}/{quote(path)}"
+                self.say(302, b"", headers)
+                return
+            self.body(path, data, headers)
+
+        def body(self, path: str, data: bytes, headers: dict[str, str]) -> None:
+            data = hub.served.get(path, data)
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            status = 200
+            if wanted is not None:
+                start = int(wanted[1])
+                end = int(wanted[2]) + 1 if wanted[2] else len(data)
+                headers["Content-Range"] = f"bytes {start}-{min(end, len(data)) - 1}/{len(data)}"
+                data, status = data[start:end], 206
+            if self.command == "GET" and (wanted is None or not wanted[2]):
+                hub.requests.append(("BYTES", path))
+                hub.before_send(path)
+            self.say(status, data, {**headers, "Accept-Ranges": "bytes"})
+
+        def say(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            if self.command == "HEAD":
+                return
+            try:
+                self.wfile.write(data)
+            except OSError:
+                self.close_connection = True
+
+    return Handler
