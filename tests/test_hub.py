@@ -25,6 +25,7 @@ from huggingface_hub import constants, snapshot_download
 from small_models import BLOCK, files_of, small_model
 
 from mstore import Store
+from mstore.hub.repository import RemoteFile
 from mstore.terms.errors import (
     BadCheckpoint,
     BadRequest,
@@ -228,13 +229,18 @@ def test_another_revision_costs_what_changed(hub: Hub, store: Store) -> None:
     assert store["x"].read("README.md") == b"# Better\n"
 
 
-def test_a_stored_file_counts_by_its_bytes(hub: Hub, store: Store) -> None:
+def test_a_stored_file_counts_by_its_bytes(
+    hub: Hub, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A snapshot of this origin, with other bytes of the same size, is not believed."""
     files = sharded(1)
     hub.model("org/tiny", files)
     path = "model-00001-of-00001.safetensors"
     hub.served[path] = files[path][:-2] + b"ab"
-    store.add("hf://org/tiny", name="other")
+    with monkeypatch.context() as patch:
+        # As if another program had written the store.
+        patch.setattr(RemoteFile, "matches", lambda *_: True)
+        store.add("hf://org/tiny", name="other")
     hub.served.clear()
     hub.requests.clear()
     store.add("hf://org/tiny", name="x")
@@ -447,6 +453,17 @@ def test_a_file_of_another_size_is_refused(change: int, hub: Hub, store: Store) 
     data = files[path]
     hub.served[path] = data[:change] if change < 0 else data + bytes(change)
     with pytest.raises((BadCheckpoint, Unavailable, StorageFailed)):
+        store.add("hf://org/tiny", name="x")
+    assert "x" not in store.ref_ids()
+
+
+@pytest.mark.parametrize("path", ["model-00002-of-00002.safetensors", "config.json"])
+def test_bytes_that_the_hub_does_not_list_are_refused(path: str, hub: Hub, store: Store) -> None:
+    """A file of the right length whose digest is another is not stored."""
+    files = sharded(2)
+    hub.model("org/tiny", files)
+    hub.served[path] = files[path][:-1] + bytes([files[path][-1] ^ 1])
+    with pytest.raises(BadCheckpoint, match="other bytes"):
         store.add("hf://org/tiny", name="x")
     assert "x" not in store.ref_ids()
 

@@ -16,7 +16,6 @@ A file is not downloaded
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -275,6 +274,7 @@ def _fill(
         is_index(file.path) and limits is not None and file.size <= limits.max_index_bytes
     ):
         data = repository.read(file, 0, file.size)
+        repository.require_digest(file, data)
     else:
         return
     fs.overwrite(holes / file.path, data)
@@ -336,9 +336,4 @@ def has_model(catalog: Catalog, model: str) -> bool:
 
 def _has_digest(view: SnapshotView, file: RemoteFile) -> bool:
     """Return whether the stored bytes are those of the Hub.  Raises Corrupt."""
-    digest = hashlib.sha1(usedforsecurity=False) if file.is_git else hashlib.sha256()
-    if file.is_git:
-        digest.update(f"blob {file.size}\0".encode())
-    for piece in view.stream(file.path):
-        digest.update(piece)
-    return digest.hexdigest() == file.digest
+    return file.matches(view.stream(file.path))

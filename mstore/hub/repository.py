@@ -6,19 +6,22 @@ which of its errors is which of ours, and waits as long as a server asks for.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from mstore import fs
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import storage_error
 from mstore.checkpoint.tree import HUB_PREFIX, HubOrigin
 from mstore.terms.errors import BadCheckpoint, BadRequest, MstoreError, NotFound, Unavailable
+from mstore.terms.ids import Buffer
 from mstore.terms.phrases import Phrase, call, joined, phrase
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ T = TypeVar("T")
 _ADDRESS: Final = re.compile(r"hf:/{0,2}(?P<rest>[^/].*)")
 """An address; as a path it has one slash for several."""
 _BUSY: Final = frozenset({408, 429, 500, 502, 503, 504})
+_PIECE: Final = 1 << 20
 _TRIES: Final = 6
 _LONGEST_WAIT: Final = 300.0
 """Seconds.  A server that asks for more is told to the user."""
@@ -102,6 +106,15 @@ class RemoteFile(msgspec.Struct, frozen=True):
     size: int
     digest: str
     is_git: bool
+
+    def matches(self, pieces: Iterable[Buffer]) -> bool:
+        """Return whether these bytes have the digest."""
+        found = hashlib.sha1(usedforsecurity=False) if self.is_git else hashlib.sha256()
+        if self.is_git:
+            found.update(f"blob {self.size}\0".encode())
+        for piece in pieces:
+            found.update(piece)
+        return found.hexdigest() == self.digest
 
 
 class Repository:
@@ -243,7 +256,23 @@ class Repository:
         )
         if found.stat().st_size != file.size:
             raise self._changed(file)
+        # huggingface_hub looks at the length alone, and a mirror may send anything.
+        with fs.reading(found), found.open("rb") as arrived:
+            if not file.matches(iter(lambda: arrived.read(_PIECE), b"")):
+                raise self._other(file)
         return found
+
+    def require_digest(self, file: RemoteFile, data: bytes) -> None:
+        """Require that all bytes of a file are those that the Hub lists."""
+        if not file.matches([data]):
+            raise self._other(file)
+
+    def _other(self, file: RemoteFile) -> BadCheckpoint:
+        return BadCheckpoint(
+            f"the Hub sent other bytes of {quoted(file.path)} than it lists",
+            where=str(self.address),
+            hint="run the command again; if it stays, what answers is no faithful mirror",
+        )
 
     def _changed(self, file: RemoteFile) -> BadCheckpoint:
         return BadCheckpoint(
