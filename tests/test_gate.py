@@ -492,8 +492,14 @@ def test_pull_and_push(guarded: Store, tmp_path: Path) -> None:
     guarded.add_remote("origin", remote)
     guarded.fetch("origin")
     assert [one.key for one in guarded.notes_of("new") if one.kind == "verdict"]
-    with pytest.raises(GateFailed):
+    with pytest.raises(GateFailed) as refused:
         guarded.pull("origin")
+    # The pull kept nothing, so it takes a fetch before a gate can be run.
+    fetch, judge, pull = str(refused.value.hint).split(", then ")
+    assert fetch == "store.fetch('origin')"
+    assert judge == "store.judge('origin/prod/m', gates=['quality'])"
+    assert pull == "store.pull('origin', refs=['prod/m'])"
+    assert guarded["origin/prod/m"].id == guarded["new"].id
     assert "prod/m" not in guarded.ref_ids()
     guarded.judge("new", [saying(1, name="quality")])
     guarded.pull("origin")

@@ -9,7 +9,7 @@ so every command that moves one has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -19,7 +19,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.config import Config
 from mstore.terms.errors import GateFailed
 from mstore.terms.ids import SnapshotId
-from mstore.terms.phrases import Option, call, phrase
+from mstore.terms.phrases import Option, Text, call, phrase
 
 _VERDICT = "gate: "
 
@@ -43,12 +43,25 @@ def required(config: Config, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _hint(name: str, snapshot: SnapshotId, gate: str) -> Text:
+    """Say how a snapshot of this store gets a verdict."""
+    return phrase(
+        "{judge}; a new snapshot is judged by {check} of merge and add",
+        judge=call("judge", snapshot.short, gates=(gate,)),
+        check=Option("gates"),
+    )
+
+
 def require_passed(
-    catalog: Catalog, transaction: IndexTransaction, moves: Mapping[str, SnapshotId]
+    catalog: Catalog,
+    transaction: IndexTransaction,
+    moves: Mapping[str, SnapshotId],
+    hint: Callable[[str, SnapshotId, str], Text] = _hint,
 ) -> None:
     """Raise GateFailed unless each snapshot has passed every gate that guards its ref.
 
-    Reads the settings now: they may have changed since the store was opened.
+    Reads the settings now: they may have changed since the store was opened. hint: returns what to
+    do next, for a ref, its new snapshot and the gate.
     """
     if not moves:
         return
@@ -62,9 +75,5 @@ def require_passed(
                 raise GateFailed(
                     f"the gate {gate} guards this ref, and snapshot {snapshot.short} {verdict}",
                     where=name,
-                    hint=phrase(
-                        "{judge}; a new snapshot is judged by {check} of merge and add",
-                        judge=call("judge", snapshot.short, gates=(gate,)),
-                        check=Option("gates"),
-                    ),
+                    hint=hint(name, snapshot, gate),
                 )
