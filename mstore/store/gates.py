@@ -69,9 +69,12 @@ def require_passed(
     for name, snapshot in moves.items():
         for gate in required(config, name):
             row = catalog.index.get(transaction, JUDGED, (snapshot, verdict_key(gate)))
-            _, passed = (None, 0) if row is None else row
-            if not (passed or catalog.vouched(snapshot, gate)):
-                verdict = "has not passed it here" if row is None else "did not pass it"
+            note, passed = (None, 0) if row is None else row
+            is_current = note is None or catalog.is_current_verdict(gate, note)
+            if not ((passed and is_current) or catalog.vouched(snapshot, gate)):
+                verdict = "did not pass it" if note is not None else "has not passed it here"
+                if not is_current:
+                    verdict = "was judged by another command or other limits than your settings say"
                 raise GateFailed(
                     f"the gate {gate} guards this ref, and snapshot {snapshot.short} {verdict}",
                     where=name,
