@@ -48,7 +48,7 @@ class Catalog(Payloads):
         self.author: Callable[[], str] = str
         """Asked when a snapshot or a note is made: by whom."""
         self.vouched: Callable[[SnapshotId, str], bool] = lambda snapshot, gate: False
-        """Asked when a guarded ref moves: whether a trusted signer says that the snapshot passed."""
+        """Asked when a guarded ref moves: whether a trusted signer says that it may."""
         self.is_current_verdict: Callable[[str, NoteId], bool] = lambda gate, note: True
         """Asked when a guarded ref moves: whether a verdict is of the gate as it is defined now."""
 
