@@ -503,6 +503,17 @@ def test_metrics(mstore: Program, store: Store) -> None:
     named = {key for row in store.metrics() for key in row.scores}
     assert named == {"mine:acc", "other:acc", "judge"}
     assert mstore("metrics", "--sort", "nothing").status == 2
+    unclear = mstore("metrics", "--sort", "acc")
+    assert (unclear.status, "mine:acc, other:acc" in unclear.err) == (2, True)
+
+
+def test_one_column_for_several_keys(mstore: Program, store: Store) -> None:
+    """A score is one column, whatever the keys, where no snapshot has two values of it."""
+    for name, acc, key in (("base", 0.25, "mine"), ("tuned", 0.5, "gate"), ("tuned", 0.5, "mine")):
+        store.evaluate(name, saying({"acc": acc}), scores=["results.json:acc"], name=key)
+    lines = mstore.succeed("metrics", "--sort", "acc").lines
+    assert [line.split()[0] for line in lines] == ["REF", "tuned", "base"]
+    assert store.metrics("tuned")[0].scores == {"acc": 0.5}
 
 
 def test_a_python_of_this_program_watches(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:

@@ -492,8 +492,14 @@ def test_pull_and_push(guarded: Store, tmp_path: Path) -> None:
     guarded.add_remote("origin", remote)
     guarded.fetch("origin")
     assert [one.key for one in guarded.notes_of("new") if one.kind == "verdict"]
-    with pytest.raises(GateFailed):
+    with pytest.raises(GateFailed) as refused:
         guarded.pull("origin")
+    # The pull kept nothing, so it takes a fetch before a gate can be run.
+    fetch, judge, pull = str(refused.value.hint).split(", then ")
+    assert fetch == "store.fetch('origin')"
+    assert judge == "store.judge('origin/prod/m', gates=['quality'])"
+    assert pull == "store.pull('origin', refs=['prod/m'])"
+    assert guarded["origin/prod/m"].id == guarded["new"].id
     assert "prod/m" not in guarded.ref_ids()
     guarded.judge("new", [saying(1, name="quality")])
     guarded.pull("origin")
@@ -607,6 +613,27 @@ def test_a_required_gate_runs_by_itself(mstore: Program, copied: Path) -> None:
     mstore.succeed("reset", "prod/m", "base")
     mstore.succeed("gate", "require", "prod/*", "--remove")
     mstore.succeed("reset", "prod/m", "e1")
+
+
+def test_a_changed_gate_counts_no_old_verdict(mstore: Program, copied: Path) -> None:
+    """Who changes the command or the limits of a gate has snapshots judged again; who has no
+    command for it takes any verdict of this store."""
+    mstore.succeed("gate", "require", "prod/*", "quality")
+    settings(copied, f"{PYTHON} -c '{WRITE}'", min=["acc>=0.5"])
+    mstore.succeed("gate", "run", "base", "--check", "quality")
+    mstore.succeed("reset", "prod/m", "base")
+    settings(copied, f"{PYTHON} -c '{WRITE}'", min=["acc>=0.5"], timeout="9m")
+    mstore.succeed("reset", "prod/n", "base")
+    for command, limit in ((WRITE, "acc>=0.6"), (f"{WRITE};0", "acc>=0.5")):
+        settings(copied, f"{PYTHON} -c '{command}'", min=[limit])
+        refused = mstore("reset", "prod/o", "base")
+        assert (refused.status, "another command or other limits" in refused.err) == (3, True)
+    mstore.succeed("gate", "run", "base", "--check", "quality")
+    mstore.succeed("reset", "prod/o", "base")
+    settings(copied, "true {}")
+    assert mstore("reset", "prod/p", "base").status == 3
+    (copied / "config" / "mstore" / "config.toml").unlink()
+    mstore.succeed("reset", "prod/p", "base")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -209,24 +209,34 @@ def _is_name(text: str) -> bool:
     return text in user_config.gates() or not re.search(r"[\s{}/]", text)
 
 
-def _known(name: str, why: str) -> Gate:
-    """Return a gate of the user's settings.  Raises BadRequest."""
+def gate_of_settings(name: str) -> Gate | None:
+    """Return a gate of the user's settings; None if there is none.  Raises BadRequest."""
     from mstore.judging.gate import Gate
     from mstore.terms.errors import BadRequest
 
     told = user_config.gates().get(name)
     if told is None:
+        return None
+    try:
+        timeout = None if told.timeout is None else seconds_of(told.timeout)
+    except ValueError as error:
+        raise BadRequest(f"timeout: {error}", where=f"gates.{name}") from None
+    return Gate.of(told.command, name=name, scores=told.score, minimums=told.min, timeout=timeout)
+
+
+def _known(name: str, why: str) -> Gate:
+    """Return a gate of the user's settings.  Raises BadRequest, also if there is none."""
+    from mstore.terms.errors import BadRequest
+
+    found = gate_of_settings(name)
+    if found is None:
         raise BadRequest(
             f"{why}, and your settings say no command for it",
             where=name,
             hint=f"add to {user_config.path()}:\n[gates.{name}]\n"
             'command = "python /path/to/score.py {}"\nmin = ["acc>=base-0.01"]',
         )
-    try:
-        timeout = None if told.timeout is None else seconds_of(told.timeout)
-    except ValueError as error:
-        raise BadRequest(f"timeout: {error}", where=f"gates.{name}") from None
-    return Gate.of(told.command, name=name, scores=told.score, minimums=told.min, timeout=timeout)
+    return found
 
 
 def _require_owned(store: Store) -> None:

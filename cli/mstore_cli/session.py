@@ -170,9 +170,11 @@ class Session:
             # Whatever reads a block may ask a remote.
             _let_ask(store, own_endpoints())
         if store.has_required_gates:
+            from mstore_cli import judging
             from mstore_cli.signers import trusted_signers
 
             store.trust_verdicts(trusted_signers(None))
+            store.define_gates(judging.gate_of_settings)
         why = store.doubt()
         self.is_doubted = why is not None
         if why is not None:

@@ -5,7 +5,7 @@ Part of `mstore.api.Store`, which combines all parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -186,6 +186,17 @@ class Judging(OpenStore):
         from mstore.judging.gate import is_vouched
 
         self._catalog.vouched = partial(is_vouched, self._catalog, trusted=signers)
+
+    def define_gates(self, defined: Callable[[str], Gate | None]) -> None:
+        """Let required gates count only verdicts of these definitions.
+
+        defined: returns the gate of a name, None if any verdict of that name counts. A verdict by
+        another command, other scores or other limits counts no more then; one that a trusted signer
+        vouches for does. It holds for this object only.
+        """
+        from mstore.judging.gate import is_current
+
+        self._catalog.is_current_verdict = partial(is_current, self._catalog, defined=defined)
 
     def judged(self, revision: Revision) -> list[VerdictRow]:
         """Return what this store's own runs of gates say of a snapshot, by gate.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -30,7 +30,7 @@ from mstore.snapshots.notes import GOOD_SIGNATURE
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.gates import gate_of, verdict_key
-from mstore.store.objects.note import VERDICT
+from mstore.store.objects.note import VERDICT, Note
 from mstore.store.objects.snapshot import BASE, PREVIOUS
 from mstore.terms.errors import BadRequest, CommandFailed, NotFound
 from mstore.terms.ids import NoteId, SnapshotId
@@ -123,6 +123,14 @@ class Gate(msgspec.Struct, frozen=True):
         own = tuple(Score(one, "**/*.json", one) for one in more)
         wanted = msgspec.structs.replace(wanted, scores=(*wanted.scores, *own))
         return cls(wanted.key, wanted, least)
+
+    def definition(self) -> dict[str, list[str]]:
+        """Return what decides, as a verdict has it: another command or limit is another gate."""
+        return {
+            "command": list(self.command.words),
+            "score": [str(one) for one in self.command.scores],
+            "minimums": [str(one) for one in self.minimums],
+        }
 
 
 class CheckedScore(Report, frozen=True):
@@ -268,9 +276,8 @@ def judge(
     passed = reason is None and all(one.held for one in comparisons)
     value = {
         "passed": passed,
-        "command": list(gate.command.words),
+        **gate.definition(),
         "scores": {} if evaluation is None else evaluation.scores,
-        "minimums": [str(one) for one in gate.minimums],
         "comparisons": [fields(one) for one in comparisons],
         "reason": None if reason is None else reason[:1000],
         "evaluation": None if evaluation is None else evaluation.note.hex(),
@@ -335,6 +342,17 @@ def _compared(
 def _samples(catalog: Catalog, evaluation: EvaluationReport, score: str) -> Samples | None:
     note = notes.notes_on(catalog, evaluation.snapshot)[evaluation.note]
     return Samples.of_note(note.value.get("samples", {}).get(score))
+
+
+def is_current(
+    catalog: Catalog, gate: str, note: NoteId, *, defined: Callable[[str], Gate | None]
+) -> bool:
+    """Return whether a verdict is of the gate as it is defined now; of one without, any is."""
+    own = defined(gate)
+    if own is None:
+        return True
+    value = catalog.record(Note, note).value
+    return isinstance(value, dict) and own.definition().items() <= value.items()
 
 
 def is_vouched(catalog: Catalog, snapshot: SnapshotId, gate: str, trusted: signing.Trusted) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -40,17 +39,19 @@ class MetricsRow(Report, frozen=True):
 def metrics(catalog: Catalog, named: Iterable[tuple[str, SnapshotId]]) -> list[MetricsRow]:
     """Return a row for each of these snapshots.
 
-    Where evaluations of two keys call their scores alike, these are called `KEY:NAME` in all rows.
-    Raises NotFound, Corrupt.
+    Evaluations of several keys may call their scores alike. Where that gives one snapshot different
+    values of a name, these scores are called `KEY:NAME` in all rows. Raises NotFound, Corrupt.
     """
     found = [(name, id, dict(_evaluated(catalog, id))) for name, id in named]
-    keys: dict[str, set[str]] = defaultdict(set)
+    unclear: set[str] = set()
     for _, _, scores in found:
-        for key, name in scores:
-            keys[name].add(key)
+        values: dict[str, float] = {}
+        unclear |= {
+            name for (_, name), score in scores.items() if values.setdefault(name, score) != score
+        }
 
     def called(key: str, name: str) -> str:
-        return name if len(keys[name]) == 1 else f"{key}:{name}"
+        return f"{key}:{name}" if name in unclear else name
 
     return [
         _row(catalog, name, id, {called(*one): score for one, score in scores.items()})

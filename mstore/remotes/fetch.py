@@ -30,15 +30,15 @@ from mstore.remotes.state import Remote, RemoteState
 from mstore.remotes.statistics import IncomingStatistics
 from mstore.remotes.tracking import MovedRef, moved_ref, remote_moves
 from mstore.snapshots.notes import BAD_SIGNATURE, GOOD_SIGNATURE, SignatureReport
+from mstore.store import gates, plans, refs
 from mstore.store import layout as layouts
-from mstore.store import plans, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.objects.note import Note
 from mstore.store.refs import RefStore, refs_in
 from mstore.store.transaction import RefMove, Transaction
 from mstore.terms.errors import Conflict, Corrupt, Incompatible, NotFound, did_you_mean
 from mstore.terms.ids import NoteId, SnapshotId
-from mstore.terms.phrases import Option, Phrase, call, few, phrase
+from mstore.terms.phrases import Option, Phrase, Text, call, few, phrase
 from mstore.terms.report import ProgressCallback, Report
 
 _MOST_THREADS: Final = 16
@@ -248,7 +248,8 @@ class Fetch:
                 needs = self.needs = gather(source, heads, taken, weights=not self._lazy)
                 transaction.rely_on(source.passed)
                 self._add_notes(source, needs, notes)
-                if self._catalog.config.require_signed:
+                config = self._catalog.config
+                if config.require_signed or config.required_gates:
                     # Before the download. Below again: refs of this store may move meanwhile.
                     self._moves(source, wanted)
                 arrival = Arrival(
@@ -315,9 +316,27 @@ class Fetch:
                     moves.append(RefMove(name, own, new, action))
                 else:
                     diverged.append(name)
+            self._require_passed(transaction, moves)
         if self._catalog.config.require_signed:
             self._require_signed(source, wanted, moves)
         return moves, diverged
+
+    def _require_passed(self, transaction: IndexTransaction, moves: Sequence[RefMove]) -> None:
+        """Raise GateFailed as the commit would: it keeps nothing, so the hint is another one."""
+
+        def hint(name: str, snapshot: SnapshotId, gate: str) -> Text:
+            remote = self._remote.name
+            if not self._tracks:
+                return "copy it to a name that no gate guards there, and judge it there"
+            return phrase(
+                "{fetch}, then {judge}, then {pull}",
+                fetch=call("fetch", remote),
+                judge=call("judge", f"{remote}/{name}", gates=(gate,)),
+                pull=call("pull", remote, refs=(name,)),
+            )
+
+        new = {move.name: move.new.snapshot_id() for move in moves if move.new is not None}
+        gates.require_passed(self._catalog, transaction, new, hint)
 
     # -- signatures --------------------------------------------------------------------------
 

@@ -292,7 +292,12 @@ def require_gates(catalog: Catalog, names: Sequence[str]) -> None:
         known = refs_in(catalog.index, transaction)
         found = {name: known.get(name) for name in refs.chosen(known.names(), names)}
         moves = {name: ref.snapshot_id() for name, ref in found.items() if ref is not None}
-        gates.require_passed(catalog, transaction, moves)
+        gates.require_passed(
+            catalog,
+            transaction,
+            moves,
+            lambda name, snapshot, gate: call("judge", name, gates=(gate,)),
+        )
 
 
 def chosen(

@@ -31,7 +31,7 @@ from mstore.store.objects.canonical import MAX_COUNT
 from mstore.store.payloads import Payloads
 from mstore.store.refs import refs_in
 from mstore.terms.errors import Corrupt, NotFound, StorageFailed
-from mstore.terms.ids import ID_BYTES, Identified, ManifestId, Revision, SnapshotId
+from mstore.terms.ids import ID_BYTES, Identified, ManifestId, NoteId, Revision, SnapshotId
 from mstore.terms.phrases import call
 
 if TYPE_CHECKING:
@@ -46,9 +46,11 @@ class Catalog(Payloads):
         self.config = config
         self._candidates: dict[str, Hold] = {}
         self.author: Callable[[], str] = str
-        # Whether a trusted signer vouches that a snapshot passed a gate.
-        self.vouched: Callable[[SnapshotId, str], bool] = lambda snapshot, gate: False
         """Asked when a snapshot or a note is made: by whom."""
+        self.vouched: Callable[[SnapshotId, str], bool] = lambda snapshot, gate: False
+        """Asked when a guarded ref moves: whether a trusted signer says that it may."""
+        self.is_current_verdict: Callable[[str, NoteId], bool] = lambda gate, note: True
+        """Asked when a guarded ref moves: whether a verdict is of the gate as it is defined now."""
 
     @classmethod
     def opened(cls, layout: Layout) -> Self:

@@ -9,7 +9,7 @@ so every command that moves one has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -19,7 +19,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.config import Config
 from mstore.terms.errors import GateFailed
 from mstore.terms.ids import SnapshotId
-from mstore.terms.phrases import Option, call, phrase
+from mstore.terms.phrases import Option, Text, call, phrase
 
 _VERDICT = "gate: "
 
@@ -43,12 +43,25 @@ def required(config: Config, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _hint(name: str, snapshot: SnapshotId, gate: str) -> Text:
+    """Say how a snapshot of this store gets a verdict."""
+    return phrase(
+        "{judge}; a new snapshot is judged by {check} of merge and add",
+        judge=call("judge", snapshot.short, gates=(gate,)),
+        check=Option("gates"),
+    )
+
+
 def require_passed(
-    catalog: Catalog, transaction: IndexTransaction, moves: Mapping[str, SnapshotId]
+    catalog: Catalog,
+    transaction: IndexTransaction,
+    moves: Mapping[str, SnapshotId],
+    hint: Callable[[str, SnapshotId, str], Text] = _hint,
 ) -> None:
     """Raise GateFailed unless each snapshot has passed every gate that guards its ref.
 
-    Reads the settings now: they may have changed since the store was opened.
+    Reads the settings now: they may have changed since the store was opened. hint: returns what to
+    do next, for a ref, its new snapshot and the gate.
     """
     if not moves:
         return
@@ -56,15 +69,14 @@ def require_passed(
     for name, snapshot in moves.items():
         for gate in required(config, name):
             row = catalog.index.get(transaction, JUDGED, (snapshot, verdict_key(gate)))
-            _, passed = (None, 0) if row is None else row
-            if not (passed or catalog.vouched(snapshot, gate)):
-                verdict = "has not passed it here" if row is None else "did not pass it"
+            note, passed = (None, 0) if row is None else row
+            is_current = note is None or catalog.is_current_verdict(gate, note)
+            if not ((passed and is_current) or catalog.vouched(snapshot, gate)):
+                verdict = "did not pass it" if note is not None else "has not passed it here"
+                if not is_current:
+                    verdict = "was judged by another command or other limits than your settings say"
                 raise GateFailed(
                     f"the gate {gate} guards this ref, and snapshot {snapshot.short} {verdict}",
                     where=name,
-                    hint=phrase(
-                        "{judge}; a new snapshot is judged by {check} of merge and add",
-                        judge=call("judge", snapshot.short, gates=(gate,)),
-                        check=Option("gates"),
-                    ),
+                    hint=hint(name, snapshot, gate),
                 )

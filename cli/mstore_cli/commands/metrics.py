@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,6 +69,12 @@ def _sorted(rows: Sequence[MetricsRow], sort: str, known: Sequence[str]) -> list
     if name not in known:
         from mstore.terms.errors import did_you_mean
 
+        keyed = [one for one in known if one.endswith(f":{name}")]
+        if keyed:
+            raise UsageError(
+                f"a snapshot has several values of {name}: {', '.join(keyed)}",
+                hint=f"mstore metrics --sort {shlex.quote(keyed[0])}",
+            )
         hint = did_you_mean(name, known, f"the scores are {', '.join(known)}" if known else None)
         raise UsageError(f"no evaluation has the score {name}", hint=str(hint) if hint else None)
     sign = -1 if name == sort else 1
