@@ -173,41 +173,55 @@ def test_a_scale_has_a_class_for_each_number() -> None:
         assert levels.class_of(float("nan")) is None
 
 
-def test_packed_numbers_are_near() -> None:
-    """What the script unpacks differs by less than a thousandth of the range, or of the number."""
-    alphabet = heatmap._ALPHABET
+@pytest.mark.parametrize(
+    "values",
+    [
+        [None, 0.0, 1e-12, 0.101, 0.09996, 0.5, 1.0, 1 - 1e-9],
+        [1e-6, 3.333e-4, 0.02, 1.7, 123.456],
+        [-0.7, 0.0, 0.25, None, 1.2, -1e-7, 4.2e-5],
+        [None],
+        [n / 1000 for n in range(-500, 500)],
+    ],
+)
+def test_packed_numbers_are_those_of_the_tables(values: list[float | None]) -> None:
+    """What the script unpacks has the digits that the page shows without it."""
+    how = Packing.of(values)
+    packed = how.packed([values])
+    assert len(packed) == how.letters * len(values)
+    known: list[float | None] = [None, 0.0]
+    for code in itertools.accumulate(how.steps):
+        sign, n = divmod(code, 900 * how.decades)
+        known.append(float(f"{'-' if sign else ''}{100 + n % 900}e{how.low + n // 900}"))
+    for at, value in enumerate(values):
+        place = 0
+        for letter in packed[at * how.letters : (at + 1) * how.letters]:
+            place = place * 64 + heatmap._ALPHABET.index(letter)
+        assert figures.percent(known[place]) == figures.percent(value)
 
-    def unpacked(text: str, how: Packing) -> list[float | None]:
-        letters = map(alphabet.index, text)
-        steps = [64 * high + low for high, low in zip(letters, letters, strict=True)]
-        known = [(step - 2) / 4093 for step in steps]
-        return [
-            None if step == 0 else 0.0 if step == 1
-            else how.low * (how.high / how.low) ** part if how.is_log
-            else how.low + (how.high - how.low) * part
-            for step, part in zip(steps, known, strict=True)
-        ]  # fmt: skip
 
-    changes = [None, 0.0, 1e-6, 3.3e-4, 0.02, 1.7]
-    how = Packing.of(changes, is_log=True)
-    found = unpacked(how.packed([changes]), how)
-    assert found[:2] == [None, 0.0]
-    assert found[2:] == pytest.approx(changes[2:], rel=4e-3)
-    shares = [-0.7, 0.0, 0.25, None, 1.2]
-    straight = Packing.of(shares)
-    again = unpacked(straight.packed([shares]), straight)
-    assert again[3] is None
-    assert [one for one in again if one is not None] == pytest.approx(
-        [-0.7, 0.0, 0.25, 1.2], abs=1e-3
-    )
-    # All and nothing are exact, and nothing else is taken for them.
-    assert heatmap.SHARE.packed([[None, 0.0, 1e-9, 1 - 1e-9, 1.0]]) == "ABC-_"
+def test_percentages_have_three_digits() -> None:
+    """Neither exponents nor digits beyond the third are shown."""
+    told = [figures.percent(one) for one in (3e-7, 12.345, 1.0, -0.04321, 1e-9)]
+    wanted = ["0.00003", "1230", "100", f"{figures.MINUS}4.32", "0"]
+    assert told == [f"{one}{figures.NO_BREAK}%" for one in wanted]
 
 
 def test_small_images_are_png() -> None:
-    """The pixels are those of the cells: read back by the format's own rules."""
+    """The pixels have the colours of the legend, for light and dark: read by the format's rules."""
     made = heatmap.pixels([[0.0, 1.0, None], [1.0, 0.0, 0.0]], figures.SHARES, "told")
-    raw = b64decode(re.findall(r"base64,([^\"]+)", made)[0])
+    dark, light = re.findall(r"base64,([^\"]+)", made)
+    assert "prefers-color-scheme:dark" in made.partition("<img")[0]
+    assert drawn_by(light) == colours("f1f3f6", "123a6a", "ffffff")
+    assert drawn_by(dark) == colours("22262e", "cfe3fa", "14161a")
+
+
+def colours(least: str, most: str, none: str) -> list[list[str]]:
+    return [[least, most, none], [most, least, least]]
+
+
+def drawn_by(image: str) -> list[list[str]]:
+    """The colours of an image of three columns and two rows."""
+    raw = b64decode(image)
     chunks, at = {}, 8
     while at < len(raw):
         (length,) = struct.unpack(">I", raw[at : at + 4])
@@ -218,11 +232,9 @@ def test_small_images_are_png() -> None:
     assert chunks[b"IHDR"][:8] == struct.pack(">II", 3, 2)
     rows = zlib.decompress(chunks[b"IDAT"])
     palette = [chunks[b"PLTE"][n : n + 3].hex() for n in range(0, len(chunks[b"PLTE"]), 3)]
-    # A byte before each row says how it is filtered; two pixels a byte.
-    halves = [[half for byte in rows[at : at + 2] for half in divmod(byte, 16)] for at in (1, 4)]
-    drawn = [[palette[half] for half in row[:3]] for row in halves]
-    light, dark, none = "f1f3f6", "123a6a", "ffffff"
-    assert drawn == [[light, dark, none], [dark, light, light]]
+    # A byte before each row says how it is filtered; four pixels a byte.
+    rows_of = [[rows[at] >> shift & 3 for shift in (6, 4, 2)] for at in (1, 3)]
+    return [[palette[one] for one in row] for row in rows_of]
 
 
 # -- summaries -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import math
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from importlib.resources import files
 
 import msgspec
@@ -48,7 +49,10 @@ def percent(value: float | None, digits: int = DIGITS) -> str:
     if value is None:
         return DASH
     scaled = 100 * value
-    text = f"{scaled:.0f}" if abs(scaled) >= 100 else f"{scaled:.{digits}g}"
+    if abs(scaled) < 1e-6:
+        scaled = 0.0
+    # Never with an exponent, and never with more digits: the page's script has no more of them.
+    text = format(Decimal(f"{scaled:.{digits}g}"), "f")
     return f"{text}{NO_BREAK}%".replace("-", MINUS)
 
 

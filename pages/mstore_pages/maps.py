@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from mstore_pages import heatmap
 from mstore_pages.document import details, scroll
 from mstore_pages.figures import SHARES, SIGNED, Levels, growing, percent
-from mstore_pages.heatmap import SHARE, Packing
+from mstore_pages.heatmap import Packing
 from mstore_pages.markup import Markup, data, tag
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def maps_of(maps: Sequence[LayerMap]) -> Iterator[Markup]:
     if len(models) > 1:
         # Of a virtual merge all are experts, else the first is the result.
         yield from _gallery(max(maps, key=_cells), levels)
-    yield _map_data(maps, models, levels, changes)
+    yield _map_data(maps, models, levels)
 
 
 def _cells(one: LayerMap) -> int:
@@ -161,15 +161,13 @@ def _map_data(
     maps: Sequence[LayerMap],
     models: Sequence[str],
     levels: dict[str, Levels],
-    changes: Sequence[float | None],
 ) -> Markup:
     """Return all numbers for the page's script, packed."""
-    shares = [v for m in maps for model in m.models for row in model.share or () for v in row]
     packings = {
-        "change": Packing.of(changes, is_log=True),
-        "share": Packing.of(shares),
-        "left_out": SHARE,
-        "equal": SHARE,
+        name: Packing.of(
+            v for m in maps for model in m.models for row in getattr(model, name) or () for v in row
+        )
+        for name in levels
     }
     kinds = []
     for one in maps:

@@ -19,7 +19,7 @@ Child = object
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
-_VOID = frozenset({"meta", "link", "br", "img", "input"})
+_VOID = frozenset({"meta", "link", "br", "img", "input", "source"})
 _SHAPES = frozenset({"rect", "path", "circle", "line", "use"})
 
 
