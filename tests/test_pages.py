@@ -8,6 +8,7 @@ import re
 import struct
 import zlib
 from base64 import b64decode
+from html import unescape
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -15,9 +16,12 @@ from xml.etree import ElementTree as ET
 import pytest
 import report_stores
 from cli_runs import Program
+from msgspec.structs import replace
 
 from mstore import Store
+from mstore.api.reports import NoteReport
 from mstore.store.objects.shapes import parts_of
+from mstore.terms.ids import NoteId, SnapshotId
 from mstore.terms.report import plain
 from mstore_pages import curve, figures, gather, heatmap, lineage, matrix, report, summary
 from mstore_pages.curve import BudgetPoint
@@ -308,6 +312,96 @@ def test_quick_reads_no_weights(family: Store) -> None:
     assert quick.gaps["shares"] == "weights were not read"
     assert all(one.share is None and one.change is not None for one in quick.experts)
     assert "Shares are not known: weights were not read." in report.snapshot_page(quick)
+
+
+# -- first lines, notes and the recipe -----------------------------------------------------------
+
+
+def noted(kind: str, key: str, value: object) -> NoteReport:
+    return NoteReport(NoteId(b"n" * 32), SnapshotId(b"s" * 32), kind, key, value, "me", 1, "counts")
+
+
+def with_scores(found: summary.SnapshotSummary, *notes: NoteReport) -> summary.SnapshotSummary:
+    """The summary with notes, and an evaluation of its base with 0.398."""
+    base = noted("evaluation", "python score.py {}", {"scores": {"acc": 0.398}})
+    lineage = tuple(
+        replace(one, snapshot=replace(one.snapshot, notes=(base,)))
+        if one.snapshot.refs == ("model/base",)
+        else one
+        for one in found.lineage
+    )
+    return replace(found, snapshot=replace(found.snapshot, notes=notes), lineage=lineage)
+
+
+def lead(page: str) -> str:
+    """The first lines of a page, as text."""
+    inside = page.partition('<p class="verdict">')[2].partition("</p>")[0]
+    return unescape(re.sub("<[^>]+>", "", inside)).replace(figures.NO_BREAK, " ")
+
+
+def test_a_verdict_tells_its_limit_and_the_base_s_score(found: summary.SnapshotSummary) -> None:
+    """The first lines have score, limit and reference; the table has the scores of parents."""
+    limit = {
+        "score": "acc", "value": 0.416, "sign": ">=", "limit": 0.298, "held": True,
+        "reference": "base", "reference_value": 0.398,
+    }  # fmt: skip
+    command = ["python", "/far/away/score.py", "{}"]
+    verdict = {"passed": True, "comparisons": [limit], "scores": {"acc": 0.416, "f1": 0.5}}
+    scores = {"command": command, "scores": {"acc": 0.416}}
+    key = "python score.py {}"
+    shown = with_scores(
+        found, noted("verdict", f"gate: {key}", verdict), noted("evaluation", key, scores)
+    )
+    page = report.snapshot_page(shown)
+    told = lead(page)
+    assert "passed: acc 0.416 ≥ 0.298 (base has 0.398); f1 0.5." in told
+    # The gate's own evaluation is not told again, nor is its path.
+    assert "Evaluation" not in told
+    assert "/far/away" not in told
+    notes = page.partition('<section id="notes"')[2].partition("</section>")[0]
+    assert "/far/away/score.py" in notes
+    rows = re.findall(r"<tr>(.*?)</tr>", notes.partition("</table>")[0])
+    assert [re.sub("<[^>]+>", "|", row).strip("|") for row in rows[1:]] == [
+        "model/merged||this one||0.416", "model/base||base||0.398",
+    ]  # fmt: skip
+    limit["held"] = False
+    verdict["passed"] = False
+    failed = with_scores(found, noted("verdict", "gate: mine", verdict))
+    assert "Gate mine: did not pass: acc 0.416 is not ≥ 0.298" in lead(report.snapshot_page(failed))
+
+
+@pytest.mark.parametrize("value", [None, 3, {"comparisons": 1}, {"comparisons": [1, {}]}, []])
+def test_verdicts_of_strangers_are_told(found: summary.SnapshotSummary, value: object) -> None:
+    """A verdict that is not what a gate writes makes no page fail."""
+    shown = with_scores(found, noted("verdict", "gate: x", value), noted("evaluation", "x", value))
+    assert "Gate x: " in lead(report.snapshot_page(shown))
+
+
+def test_the_lost_part_of_the_change_is_told(found: summary.SnapshotSummary) -> None:
+    """Estimates have two digits, and say what they are a part of."""
+    assert found.plan is not None
+    plan = replace(
+        found.plan, error_bound=None, error_estimate=0.0398689, error_share_estimate=0.33728
+    )
+    told = lead(report.snapshot_page(replace(found, plan=plan)))
+    assert "Of what the full merge changes, about 34 % is lost, which is about 4 % of" in told
+
+
+def test_the_plan_repeats_what_the_recipe_leaves_out(found: summary.SnapshotSummary) -> None:
+    """A recipe has no budget: the page says so, and has the command that has one."""
+    page = report.snapshot_page(found)
+    assert found.plan is not None
+    assert "The recipe leaves out its budget" in page
+    assert f"store.merge(plan='{found.plan.plan}', name=REF)" in unescape(page)
+    free = replace(found, plan=replace(found.plan, budget_bytes=None))
+    assert "leaves out" not in report.snapshot_page(free).partition('<section id="recipe"')[2]
+
+
+def test_nothing_is_said_of_directions_where_one_is_the_base(family: Store) -> None:
+    """A base has no change of its own, so no cosine: the sentence and the section are left out."""
+    page = report.comparison_page(gather.comparison_summary(family, "model/base", "model/math"))
+    assert "cosine" not in page.partition("</style>")[2].partition("<script")[0]
+    assert 'id="similarity"' not in page
 
 
 # -- pages ---------------------------------------------------------------------------------------

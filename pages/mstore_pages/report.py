@@ -132,14 +132,14 @@ def _parts(summary: SnapshotSummary, typed: Typed) -> Iterator[Part]:
         "notes",
         "Notes and evaluations",
         None if summary.snapshot.notes else "Nothing was noted about this snapshot.",
-        *sections.notes(summary.snapshot),
+        *sections.notes(summary.snapshot, summary.lineage),
     )
     if plan is not None:
         yield part(
             "recipe",
             "Recipe",
-            "The same merge, as mergekit and mstore read it.",
-            *(sections.recipe(summary.recipe) if summary.recipe else ()),
+            "The models and the method, as mergekit and mstore read them.",
+            *(sections.recipe(summary.recipe, plan, typed) if summary.recipe else ()),
         )
     if summary.warnings:
         items = (tag("li", typed(one)) for one in summary.warnings)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mstore.terms.phrases import Text
+from mstore.terms.phrases import Text, call
 from mstore.terms.report import utc
 from mstore.terms.sizes import format_size
-from mstore_pages import curve, figures, lineage
+from mstore_pages import curve, figures, lineage, scores
 from mstore_pages.curve import BudgetPoint
 from mstore_pages.document import Cell, bar, details, scroll, table
 from mstore_pages.figures import COSINES, SIGNED, counted, number, percent
@@ -18,7 +18,6 @@ from mstore_pages.markup import Child, Markup, join, tag
 if TYPE_CHECKING:
     from mstore.api.reports import (
         ComparedPart,
-        NoteReport,
         PlanReport,
         ReuseReport,
         SnapshotReport,
@@ -73,7 +72,7 @@ def ancestry(found: Sequence[Ancestor], *chosen: str, complete: bool) -> Iterato
         ("Signed", ""),
         ("Made (UTC)", ""),
     ]
-    yield details("The lineage as a table", table("Snapshots, the newest first", columns, rows))
+    yield details("The lineage as a table", table("Children before their parents", columns, rows))
 
 
 def _named(shown: SnapshotReport) -> str:
@@ -175,11 +174,20 @@ def budgets(sweep: SweepReport, plan: PlanReport) -> Iterator[Markup]:
         "Further right reads more, lower is nearer to the full merge. The ring is this merge.",
         class_="caption",
     )
+    has_bound = any(one.error_bound is not None for one in sweep.points)
+    if any(one.error_share_estimate for one in sweep.points):
+        yield tag(
+            "p",
+            "An error of a few percent of the base's norm can be much of the change: where large "
+            "tensors that nothing changed, such as embeddings, make up most of the norm, the whole "
+            "change is small beside it. The table has both.",
+            class_="caption",
+        )
     rows = [
         (
             percent(one.share),
             format_size(one.planned_expert_bytes),
-            percent(one.error_bound),
+            *([percent(one.error_bound)] if has_bound else []),
             percent(one.error_estimate),
             percent(one.error_share_estimate),
         )
@@ -188,9 +196,9 @@ def budgets(sweep: SweepReport, plan: PlanReport) -> Iterator[Markup]:
     columns = [
         ("Budget", "n"),
         ("Read from experts", "n"),
-        ("Certified bound", "n"),
+        *([("Certified bound", "n")] if has_bound else []),
         ("Estimate", "n"),
-        ("Part of the change that is lost", "n"),
+        ("Lost of the full merge's change", "n"),
     ]
     yield details("The curve as a table", table("Errors by budget", columns, rows))
 
@@ -307,9 +315,10 @@ def blocks(blocks: ReuseReport, shown: SnapshotReport) -> Iterator[Markup]:
         yield tag("p", f"{away} of it are not stored here.", class_="caption")
 
 
-def notes(shown: SnapshotReport) -> Iterator[Markup]:
+def notes(shown: SnapshotReport, lineage_of: tuple[Ancestor, ...]) -> Iterator[Markup]:
     if not shown.notes:
         return
+    yield from scores.beside_parents(shown, lineage_of)
     columns = [
         ("Key", "name"),
         ("Kind", ""),
@@ -322,7 +331,7 @@ def notes(shown: SnapshotReport) -> Iterator[Markup]:
         (
             one.key,
             one.kind,
-            _value(one),
+            scores.written(one),
             one.author or figures.DASH,
             lineage.signed(one.signatures) or figures.DASH,
             utc(one.time_ns),
@@ -332,13 +341,35 @@ def notes(shown: SnapshotReport) -> Iterator[Markup]:
     yield table("What was noted about this snapshot since it was made", columns, rows)
 
 
-def _value(note: NoteReport) -> Markup:
-    return tag("code", note.told())
+def recipe(text: str, plan: PlanReport, typed: Typed) -> Iterator[Markup]:
+    yield _copied(text, "recipe-text", "Recipe")
+    limits = {
+        "its budget": plan.budget_bytes,
+        "its limit of the error": plan.max_error,
+        "the budget of each expert": plan.expert_budget_bytes,
+        "the share of blocks that it writes (top-p)": plan.top_p,
+    }
+    missing = [name for name, value in limits.items() if value is not None]
+    again = call("merge", plan=str(plan.plan), name="REF")
+    if missing:
+        yield tag(
+            "p",
+            f"The recipe leaves out {' and '.join(missing)}: by itself it gives the full merge. "
+            "In this store, the plan repeats the merge as it was; REF is the branch to write:",
+        )
+    else:
+        yield tag("p", "In this store, the plan repeats the merge; REF is the branch to write:")
+    yield _copied(typed(again), "plan-text", "Command")
 
 
-def recipe(text: str) -> Iterator[Markup]:
-    yield tag("button", "Copy", type="button", data_of="recipe-text", hidden=True)
-    yield tag("pre", tag("code", text, id="recipe-text"), tabindex="0", aria_label="Recipe")
+def _copied(text: str, id: str, label: str) -> Markup:
+    """Return text as it is typed, with a button that copies it."""
+    return join(
+        [
+            tag("button", "Copy", type="button", data_of=id, hidden=True),
+            tag("pre", tag("code", text, id=id), tabindex="0", aria_label=label),
+        ]
+    )
 
 
 def _size(size: int | None) -> str:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mstore.store.objects.note import EVALUATION, VERDICT
 from mstore.terms.sizes import format_size
-from mstore_pages import figures, lineage
+from mstore_pages import figures, lineage, scores
 from mstore_pages.figures import brief, counted, number, percent
 from mstore_pages.markup import Child, Markup, escaped, tag
 
 if TYPE_CHECKING:
-    from mstore.api.reports import PlanReport
+    from mstore.api.reports import NoteReport, PlanReport
     from mstore_pages.summary import ComparisonSummary, SnapshotSummary
 
 
-_NOTES_TOLD, _TOLD_WIDTH = 4, 80
+_NOTES_TOLD, _TOLD_WIDTH = 4, 120
 """Of notes in the first lines: how many, and characters of each."""
 
 
@@ -38,13 +38,15 @@ def verdict(summary: SnapshotSummary) -> Iterator[Child]:
                 f" that read {percent(plan.planned_expert_bytes / full if full else 0)} of the "
                 f"experts: {_unbroken(plan.planned_expert_bytes)} of {_unbroken(full)}."
             )
+        used = sum(one.chunks_used > 0 for one in summary.experts)
+        if summary.experts and used < len(summary.experts):
+            yield f" It uses {used} of {counted(len(summary.experts), 'expert')}."
         yield f" {_error(plan)}"
-    # Of a gate, the verdict before its scores.
-    judged = [one for kind in (VERDICT, EVALUATION) for one in shown.notes if one.kind == kind]
+    judged = _judged(shown.notes)
     for one in judged[:_NOTES_TOLD]:
         yield " Gate " if one.kind == VERDICT else " Evaluation "
-        yield tag("code", _shortened(one.key.removeprefix("gate: ")))
-        yield f": {_shortened(one.told())}."
+        yield tag("code", _shortened(scores.command(one)))
+        yield f": {_shortened(scores.told(one))}."
     if len(judged) > _NOTES_TOLD:
         yield " "
         yield tag("a", f"{len(judged) - _NOTES_TOLD} more", href="#notes")
@@ -55,6 +57,16 @@ def verdict(summary: SnapshotSummary) -> Iterator[Child]:
         yield " "
         yield tag("a", counted(len(summary.warnings), "warning"), href="#warnings", class_="flag")
         yield "."
+
+
+def _judged(notes: Sequence[NoteReport]) -> list[NoteReport]:
+    """Return verdicts, then evaluations that are not a gate's own."""
+    verdicts = [one for one in notes if one.kind == VERDICT]
+    gates = {one.key.removeprefix(scores.GATE) for one in verdicts}
+    return [
+        *verdicts,
+        *(one for one in notes if one.kind == EVALUATION and one.key not in gates),
+    ]
 
 
 def _shortened(text: str) -> str:
@@ -82,16 +94,29 @@ def _error(plan: PlanReport) -> str:
     if plan.error_bound == 0 or plan.error_estimate == 0:
         return "Nothing that matters was left out: it is the full merge."
     if plan.error_bound is not None:
+        part = plan.error_share_estimate
+        lost = (
+            f" Of what the full merge changes, {_about(part)} is lost: an estimate." if part else ""
+        )
         return (
             f"It is at most {percent(plan.error_bound)} of the base's norm away from the full "
-            "merge: a certified bound."
+            f"merge: a certified bound.{lost}"
         )
     if plan.error_estimate is not None:
+        away = f"{_about(plan.error_estimate)} of the base's norm"
+        share = plan.error_share_estimate
+        if share is None:
+            return f"It is {away} away from the full merge: an estimate, no bound."
         return (
-            f"It is about {percent(plan.error_estimate)} of the base's norm away from the full "
-            "merge: an estimate, no bound."
+            f"Of what the full merge changes, {_about(share)} is lost, which is {away}: estimates, "
+            "no bounds."
         )
     return "How far it is from the full merge is not known."
+
+
+def _about(estimate: float) -> str:
+    """Return an estimate, with no more digits than it is good for."""
+    return f"about {percent(estimate, 2)}"
 
 
 def verdict_tiles(summary: SnapshotSummary) -> Iterator[tuple[str, Child, Child]]:
@@ -99,7 +124,11 @@ def verdict_tiles(summary: SnapshotSummary) -> Iterator[tuple[str, Child, Child]
     if plan is not None:
         yield "Method", _breaking(plan.method), _parameters(plan)
         if not plan.layers:
-            budget = "none" if plan.budget_bytes is None else format_size(plan.budget_bytes)
+            budget = "none"
+            if plan.budget_bytes is not None:
+                full = plan.full_expert_bytes
+                share = percent(plan.budget_bytes / full, 2) if full else figures.DASH
+                budget = f"{_unbroken(plan.budget_bytes)} of {_unbroken(full)}, {share}"
             if plan.budget_bytes is None and plan.max_error is not None:
                 budget = f"error ≤ {percent(plan.max_error)}"
             yield "Budget", budget, f"read {format_size(plan.planned_expert_bytes)} of experts"
@@ -108,11 +137,20 @@ def verdict_tiles(summary: SnapshotSummary) -> Iterator[tuple[str, Child, Child]
                 if plan.error_bound is not None
                 else ("estimate", plan.error_estimate)
             )
-            about = "≤" if kind == "certified bound" else "~"
-            told = "not known" if error is None else f"{about} {percent(error)}"
-            if error == 0:
-                told = "none"
-            yield "Error", told, None if error is None else f"{kind}, of the base's norm"
+            if error is None:
+                yield "Error", "not known", None
+            elif error == 0:
+                yield "Error", "none", f"{kind}, of the base's norm"
+            elif kind == "certified bound":
+                yield "Error", f"≤ {percent(error)}", f"{kind}, of the base's norm"
+            elif plan.error_share_estimate is None:
+                yield "Error", _about(error), f"{kind}, of the base's norm"
+            else:
+                yield (
+                    "Change that is lost",
+                    _about(plan.error_share_estimate),
+                    f"of the full merge's; {percent(error, 2)} of the base's norm (estimates)",
+                )
     else:
         yield "Size", format_size(shown.plain_bytes), counted(shown.files, "file")
     if summary.change is not None:
@@ -127,8 +165,9 @@ def verdict_tiles(summary: SnapshotSummary) -> Iterator[tuple[str, Child, Child]
             format_size(blocks.new_bytes),
             f"{blocks.blocks - blocks.new_blocks} of {counted(blocks.blocks, 'block')} reused",
         )
-    signatures = lineage.signed(shown.signatures) if shown.signatures else "none"
-    yield "Signed", signatures, f"by {shown.author}" if shown.author else None
+    if shown.author:
+        yield "Author", shown.author, "as the author tells"
+    yield "Signed", lineage.signed(shown.signatures) if shown.signatures else "no", None
 
 
 def _breaking(name: str) -> Markup:
