@@ -148,8 +148,9 @@ class Packing(msgspec.Struct, frozen=True):
     """How numbers are packed for the page's script: with the digits that `percent` shows.
 
     A number is `letters` letters: 0 for unknown, 1 for zero, else 2 and its place among the codes
-    in use.  `steps` are the distances from each code to the next.  A code counts numbers of three
-    digits from 100 * 10**low: 900 for each of `decades`, and then the negative ones.
+    in use; `A~80.` is 80 times A.  `steps` are the distances from each code to the next.  A code
+    counts numbers of three digits from 100 * 10**low: 900 for each of `decades`, and then the
+    negative ones.
     """
 
     letters: int
@@ -181,7 +182,8 @@ class Packing(msgspec.Struct, frozen=True):
 
         shifts = [6 * n for n in reversed(range(self.letters))]
         every = (place(value) for row in rows for value in row)
-        return "".join(_ALPHABET[one >> shift & 63] for one in every for shift in shifts)
+        text = "".join(_ALPHABET[one >> shift & 63] for one in every for shift in shifts)
+        return re.sub(r"(.)\1{5,}", lambda run: f"{run[1]}~{len(run[0])}.", text)
 
 
 def _code(value: float, low: int, decades: int) -> int:

@@ -63,6 +63,7 @@
       const n = code % all;
       known.push(Number(`${code < all ? "" : "-"}${100 + n % 900}e${low + Math.floor(n / 900)}`));
     }
+    text = text.replace(/(.)~(\d+)\./g, (_, letter, count) => letter.repeat(count));
     const values = [];
     for (let at = 0; at < text.length; at += letters) {
       let place = 0;
@@ -92,11 +93,13 @@
     const readout = document.getElementById("map-readout");
     const boxes = [...document.querySelectorAll(".map")];
     let shown = [];
+    for (const option of measure.options) option.dataset.name = option.textContent;
 
     function offer() {
       // Of the result, only its change and equal blocks are known.
       for (const option of measure.options) {
         option.disabled = data.kinds.every(kind => kind[option.value][model.value] === null);
+        option.textContent = option.dataset.name + (option.disabled ? " (choose an expert first)" : "");
       }
       if (measure.selectedOptions[0].disabled) measure.value = "change";
     }
@@ -138,7 +141,7 @@
         return values;
       });
       const what = model.selectedOptions[0].textContent + ": "
-        + measure.selectedOptions[0].textContent;
+        + measure.selectedOptions[0].dataset.name;
       document.querySelectorAll(".map-title").forEach(one => { one.textContent = what; });
     }
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from string import Formatter
 from typing import TYPE_CHECKING
 
-from mstore.terms.phrases import Text, call
+from mstore.terms.phrases import Call, Option, Phrase, Text, call
 from mstore.terms.report import utc
 from mstore.terms.sizes import format_size
 from mstore_pages import curve, figures, lineage, scores
@@ -27,11 +28,22 @@ if TYPE_CHECKING:
         Ancestor,
         ChangedTensor,
         ComparisonSummary,
+        LayerShare,
         SnapshotSummary,
     )
 
 Typed = Callable[[Text], str]
 FILES_SHOWN = 60
+NAMES_ACROSS = 6
+"""Of more models, columns have numbers in place of names."""
+_CODECS = {
+    "raw": "as it is",
+    "constant": "one value, repeated",
+    "zstd": "compressed by zstd",
+    "floats": "floats, their bytes by significance",
+    "delta": "as the difference from a block of the base",
+}
+"""How blocks are stored, in a few words."""
 
 
 def ancestry(found: Sequence[Ancestor], *chosen: str, complete: bool) -> Iterator[Markup]:
@@ -55,6 +67,7 @@ def ancestry(found: Sequence[Ancestor], *chosen: str, complete: bool) -> Iterato
                 _named(shown),
                 Cell(shown.snapshot.short, "name"),
                 lineage.how(shown),
+                shown.origin.url if shown.origin else figures.DASH,
                 "; ".join(parents) or figures.DASH,
                 one.licence or figures.DASH,
                 shown.author or figures.DASH,
@@ -66,6 +79,7 @@ def ancestry(found: Sequence[Ancestor], *chosen: str, complete: bool) -> Iterato
         ("Name", "name"),
         ("Snapshot", ""),
         ("How", ""),
+        ("Origin", ""),
         ("Made from", ""),
         ("Licence", ""),
         ("Author", ""),
@@ -83,12 +97,12 @@ def experts(summary: SnapshotSummary, typed: Typed) -> Iterator[Markup]:
     columns = [
         ("Expert", "name"),
         ("Weight", "n"),
-        ("Change", "n"),
-        ("Share", "n"),
-        ("Used", "n"),
+        (f"Change from {summary.base or 'the base'}", "n"),
+        ("Share of the merge's change", "n"),
+        ("Blocks used", "n"),
         ("", ""),
-        ("Left out for limits", "n"),
-        ("Equal to base", "n"),
+        ("Blocks left out", "n"),
+        ("Blocks equal to the base's", "n"),
     ]
     rows: list[Sequence[Child | Cell]] = []
     for n, one in enumerate(summary.experts, 1):
@@ -107,11 +121,13 @@ def experts(summary: SnapshotSummary, typed: Typed) -> Iterator[Markup]:
                 Cell(percent(equal), "", equal),
             )
         )
-    yield table(
-        "Experts: blocks that differ from the base's, and how many the merge used",
-        columns,
-        rows,
-        sortable=True,
+    yield table("Experts", columns, rows, sortable=True)
+    yield tag(
+        "p",
+        "A block is a piece of a tensor of at most 1\u00a0MiB, unless the store was made with "
+        "another size. Used and left out are parts of the blocks in which an expert differs from "
+        f"the base; {_limit_of(summary.plan)} left out what was not used.",
+        class_="caption",
     )
     why = summary.gaps.get("shares")
     if why is not None:
@@ -121,20 +137,39 @@ def experts(summary: SnapshotSummary, typed: Typed) -> Iterator[Markup]:
         yield _layer_table(summary)
 
 
+def _limit_of(plan: PlanReport | None) -> str:
+    """Return what left out blocks of experts."""
+    return "the budget" if plan is None or plan.top_p is None else "the budget or top-p"
+
+
+def _heads(names: Sequence[str]) -> list[Markup]:
+    """Return heads of columns of models: names, of many only their numbers."""
+    if len(names) <= NAMES_ACROSS:
+        return [tag("th", name, scope="col") for name in names]
+    return [tag("th", tag("abbr", n, title=name), scope="col") for n, name in enumerate(names, 1)]
+
+
+def _left_out(layer: LayerShare) -> str:
+    """Return how many experts a layer has nothing of, and has not all of."""
+    whole = sum(one == 1 for one in layer.left_out)
+    partly = sum(one is not None and 0 < one < 1 for one in layer.left_out)
+    more = f", {partly} in part" if partly else ""
+    return f"{whole} of {len(layer.left_out)}{more}"
+
+
 def _layer_table(summary: SnapshotSummary) -> Markup:
     names = [one.expert for one in summary.experts]
     heads = [tag("th", "layer", scope="col")]
-    heads += [tag("th", one, scope="col") for one in ("largest", "left out")]
-    heads += [tag("th", tag("abbr", n, title=name), scope="col") for n, name in enumerate(names, 1)]
+    heads += [tag("th", one, scope="col") for one in ("largest share", "experts left out")]
+    heads += _heads(names)
     lines = []
     for layer in summary.layers:
         known = [(one, -n) for n, one in enumerate(layer.shares) if one is not None]
         best = -max(known)[1] if known else None
         told = figures.DASH if best is None else f"{best + 1} {names[best]}"
-        out = [one for one in layer.left_out if one is not None]
         cells = [
             tag("td", told, class_="largest"),
-            tag("td", _whole(sum(out) / len(out) if out else None)),
+            tag("td", _left_out(layer), class_="words"),
             *(tag("td", _whole(one), class_=SIGNED.class_of(one)) for one in layer.shares),
         ]
         lines.append(tag("tr", tag("th", layer.layer, scope="row"), *cells))
@@ -145,6 +180,25 @@ def _layer_table(summary: SnapshotSummary) -> Markup:
         heads,
         lines,
     )
+
+
+def warnings(told: Sequence[Text], typed: Typed) -> Markup:
+    """Return what is likely to be a mistake, with the commands that it names as code."""
+
+    def line(one: Text) -> Child:
+        if not isinstance(one, Phrase):
+            return typed(one)
+        pieces: list[Child] = []
+        for text, key, _, _ in Formatter().parse(one.template):
+            part = one.parts.get(key) if key else None
+            pieces.append(text)
+            if isinstance(part, Call | Option):
+                pieces.append(tag("code", typed(part)))
+            elif part is not None:
+                pieces.append(typed(part) if isinstance(part, Phrase) else part)
+        return join(pieces)
+
+    return tag("ul", *(tag("li", line(one)) for one in told), class_="warnings")
 
 
 def _grid(label: str, caption: str, heads: Sequence[Markup], lines: Sequence[Markup]) -> Markup:
@@ -203,11 +257,11 @@ def budgets(sweep: SweepReport, plan: PlanReport) -> Iterator[Markup]:
     yield details("The curve as a table", table("Errors by budget", columns, rows))
 
 
-def tensors(tensors: Sequence[ChangedTensor]) -> Markup:
+def tensors(tensors: Sequence[ChangedTensor], base: str | None = None) -> Markup:
     has_expert = any(one.expert is not None for one in tensors)
     columns = [
         ("Tensor", "name"),
-        ("Change", "n"),
+        (f"Change from {base}" if base else "Change", "n"),
         ("Type", ""),
         ("Shape", "n"),
         *([("Blocks changed", "n")] if any(one.blocks is not None for one in tensors) else []),
@@ -241,25 +295,34 @@ def similarity(part: ComparedPart) -> Iterator[Markup]:
     names = [one.model for one in part.models]
     known = {frozenset((pair.a, pair.b)): pair for pair in part.pairs}
     heads = [tag("th", "model", scope="col")]
-    heads += [tag("th", tag("abbr", n, title=name), scope="col") for n, name in enumerate(names, 1)]
+    heads += _heads(names)
+    deviations = [pair.deviation for pair in part.pairs if pair.cosine is not None]
+    is_mixed = any(deviations) and not all(deviations)
     lines = []
     for n, one in enumerate(names):
         cells = []
         for k, other in enumerate(names):
             pair = known.get(frozenset((one, other)))
             cosine = 1.0 if n == k else pair.cosine if pair else None
-            mark = "~" if n != k and pair and pair.deviation else ""
+            deviation = pair.deviation if n != k and pair and pair.deviation else 0.0
+            mark = "~" if deviation and is_mixed else ""
             told = figures.DASH if cosine is None else f"{mark}{COSINES.told(cosine)}"
-            cells.append(tag("td", told, class_=COSINES.class_of(cosine)))
-        lines.append(tag("tr", tag("th", f"{n + 1} {one}", scope="row"), *cells))
-    deviations = [pair.deviation for pair in part.pairs if pair.deviation]
-    caption = "Columns are the models by their numbers."
-    if deviations:
-        caption += (
-            " ~ marks an estimate from statistics, whose standard deviation is at most "
-            f"{max(deviations):.2g}."
+            # What may be chance has no colour.
+            is_chance = cosine is not None and abs(cosine) <= deviation
+            level = COSINES.class_of(0.0 if is_chance else cosine)
+            cells.append(tag("td", told, class_=level))
+        label = one if len(names) <= NAMES_ACROSS else f"{n + 1} {one}"
+        lines.append(tag("tr", tag("th", label, scope="row"), *cells))
+    captions = []
+    if len(names) > NAMES_ACROSS:
+        captions.append("Columns are the models by their numbers.")
+    if any(deviations):
+        marked = "Those with ~" if is_mixed else "They"
+        captions.append(
+            f"{marked} are estimates from statistics, with a standard deviation of at most "
+            f"{max(one for one in deviations if one):.1g}; what is within it has no colour."
         )
-    yield _grid("Cosines", caption, heads, lines)
+    yield _grid("Cosines", " ".join(captions), heads, lines)
 
 
 def blocks(blocks: ReuseReport, shown: SnapshotReport) -> Iterator[Markup]:
@@ -272,6 +335,7 @@ def blocks(blocks: ReuseReport, shown: SnapshotReport) -> Iterator[Markup]:
                 f"from the {one.parent.role} {name}",
                 Cell(one.blocks, "n"),
                 Cell(format_size(one.stored_bytes), "n"),
+                Cell(percent(one.stored_bytes / whole), "n"),
                 bar(one.stored_bytes / whole),
             )
         )
@@ -280,10 +344,11 @@ def blocks(blocks: ReuseReport, shown: SnapshotReport) -> Iterator[Markup]:
             "new: in no parent",
             Cell(blocks.new_blocks, "n"),
             Cell(format_size(blocks.new_bytes), "n"),
+            Cell(percent(blocks.new_bytes / whole), "n"),
             bar(blocks.new_bytes / whole),
         )
     )
-    columns = [("Origin", ""), ("Blocks", "n"), ("Stored", "n"), ("Part of all", "")]
+    columns = [("Origin", ""), ("Blocks", "n"), ("Stored", "n"), ("Part of all", "n"), ("", "")]
     yield table(
         f"{counted(blocks.blocks, 'different block')}, {format_size(blocks.stored_bytes)} stored, "
         f"for {format_size(shown.plain_bytes)} of files",
@@ -293,10 +358,18 @@ def blocks(blocks: ReuseReport, shown: SnapshotReport) -> Iterator[Markup]:
     if blocks.codecs:
         yield table(
             "How blocks are stored",
-            [("Codec", ""), ("Blocks", "n"), ("Plain", "n"), ("Stored", "n"), ("Ratio", "n")],
+            [
+                ("Codec", ""),
+                ("Which is", ""),
+                ("Blocks", "n"),
+                ("Plain", "n"),
+                ("Stored", "n"),
+                ("Ratio", "n"),
+            ],
             [
                 (
                     one.codec,
+                    _CODECS.get(one.codec, figures.DASH),
                     one.blocks,
                     format_size(one.plain_bytes),
                     format_size(one.stored_bytes),

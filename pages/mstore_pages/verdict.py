@@ -36,7 +36,8 @@ def verdict(summary: SnapshotSummary) -> Iterator[Child]:
             full = plan.full_expert_bytes
             yield (
                 f" that read {percent(plan.planned_expert_bytes / full if full else 0)} of the "
-                f"experts: {_unbroken(plan.planned_expert_bytes)} of {_unbroken(full)}."
+                f"experts: {_unbroken(plan.planned_expert_bytes)} of {_unbroken(full)}, "
+                "as stored."
             )
         used = sum(one.chunks_used > 0 for one in summary.experts)
         if summary.experts and used < len(summary.experts):
@@ -188,7 +189,7 @@ def difference(summary: ComparisonSummary) -> Iterator[Child]:
     if summary.change is not None:
         yield (
             f" In the tensors of both, {summary.name_b} differs from {summary.name_a} by "
-            f"{percent(summary.change)} of its norm."
+            f"{percent(summary.change)} of the norm of {summary.name_a}."
         )
     if summary.similarity is not None and summary.similarity.whole.pairs:
         pair = summary.similarity.whole.pairs[0]
@@ -198,7 +199,11 @@ def difference(summary: ComparisonSummary) -> Iterator[Child]:
 def difference_tiles(summary: ComparisonSummary) -> Iterator[tuple[str, Child, Child]]:
     diff = summary.diff
     yield "Change", percent(summary.change), f"of the norm of {summary.name_a}"
-    yield "Tensors that differ", len(diff.tensors), f"{diff.tensors_equal} are equal"
-    yield "Files that differ", len(diff.files), f"{diff.files_equal} are equal"
+    yield "Tensors that differ", len(diff.tensors), _equal(diff.tensors_equal)
+    yield "Files that differ", len(diff.files), _equal(diff.files_equal)
     share = diff.blocks_changed / diff.blocks_total if diff.blocks_total else None
     yield "Blocks that differ", percent(share), f"{diff.blocks_changed} of {diff.blocks_total}"
+
+
+def _equal(count: int) -> str:
+    return f"{count} {'is' if count == 1 else 'are'} equal"
