@@ -28,6 +28,8 @@ _SANS = 0.6
 DASH, MINUS, TIMES, NO_BREAK = "\u2013", "\u2212", "\u00d7", "\u00a0"
 DIGITS = 3
 """Significant digits of numbers."""
+ESTIMATED = 2
+"""The same of estimates, which are good for no more."""
 
 
 def width_of(text: object, size: float = TEXT, *, mono: bool = True) -> float:

@@ -50,6 +50,11 @@ def join(children: Iterable[Child]) -> Markup:
     return Markup("".join(map(escaped, children)))
 
 
+def breaking(name: str) -> Markup:
+    """Return a name that may break behind its dots and underscores."""
+    return Markup(re.sub(r"(?<=[._])(?=[^._])", "<wbr>", escaped(name)))
+
+
 def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
     """Return an element of HTML or SVG.
 

@@ -180,7 +180,14 @@
     draw();
   }
 
+  // A picture that is wider than the window shows its subject first.
+  function shows(box) {
+    const place = box.closest(".scroll"), right = box.getBoundingClientRect().right;
+    if (place) place.scrollLeft = right - place.getBoundingClientRect().right + 16;
+  }
+
   document.querySelectorAll("table.sortable").forEach(sorts);
+  document.querySelectorAll(".chosen-box").forEach(shows);
   document.querySelectorAll("button[data-of]").forEach(copies);
   const source = document.getElementById("map-data");
   if (source) maps(source);

@@ -14,7 +14,7 @@ from mstore_pages import curve, figures, lineage, scores
 from mstore_pages.curve import BudgetPoint
 from mstore_pages.document import Cell, bar, details, scroll, table
 from mstore_pages.figures import COSINES, SIGNED, counted, number, percent
-from mstore_pages.markup import Child, Markup, join, tag
+from mstore_pages.markup import Child, Markup, breaking, join, tag
 
 if TYPE_CHECKING:
     from mstore.api.reports import (
@@ -68,11 +68,11 @@ def ancestry(found: Sequence[Ancestor], *chosen: str, complete: bool) -> Iterato
                 Cell(shown.snapshot.short, "name"),
                 lineage.how(shown),
                 shown.origin.url if shown.origin else figures.DASH,
-                "; ".join(parents) or figures.DASH,
+                Cell("; ".join(parents) or figures.DASH, "wide" if parents else ""),
                 one.licence or figures.DASH,
                 shown.author or figures.DASH,
                 lineage.signed(shown.signatures) or figures.DASH,
-                utc(shown.time_ns) if shown.time_ns else figures.DASH,
+                Cell(utc(shown.time_ns) if shown.time_ns else figures.DASH, "when"),
             )
         )
     columns = [
@@ -104,6 +104,7 @@ def experts(summary: SnapshotSummary, typed: Typed) -> Iterator[Markup]:
         ("Blocks left out", "n"),
         ("Blocks equal to the base's", "n"),
     ]
+    is_many = len(summary.experts) > NAMES_ACROSS
     rows: list[Sequence[Child | Cell]] = []
     for n, one in enumerate(summary.experts, 1):
         every = one.chunks or 1
@@ -111,7 +112,7 @@ def experts(summary: SnapshotSummary, typed: Typed) -> Iterator[Markup]:
         equal = one.chunks_equal_base / ((one.chunks + one.chunks_equal_base) or 1)
         rows.append(
             (
-                Cell(f"{n} {one.expert}", "name", n),
+                Cell(f"{n} {one.expert}" if is_many else one.expert, "name", n),
                 Cell(number(one.weight), "", one.weight),
                 Cell(percent(one.change), "", one.change),
                 Cell(percent(one.share), "", one.share),
@@ -162,21 +163,27 @@ def _layer_table(summary: SnapshotSummary) -> Markup:
     heads = [tag("th", "layer", scope="col")]
     heads += [tag("th", one, scope="col") for one in ("largest share", "experts left out")]
     heads += _heads(names)
+    kinds = {layer.layer.rpartition(".")[0] for layer in summary.layers}
+    # Of layers of one kind, their numbers tell which.
+    kind = f"{next(iter(kinds))}." if len(kinds) == 1 else ""
     lines = []
     for layer in summary.layers:
         known = [(one, -n) for n, one in enumerate(layer.shares) if one is not None]
         best = -max(known)[1] if known else None
-        told = figures.DASH if best is None else f"{best + 1} {names[best]}"
+        number = "" if len(names) <= NAMES_ACROSS else f"{(best or 0) + 1} "
+        told = figures.DASH if best is None else f"{number}{names[best]}"
         cells = [
             tag("td", told, class_="largest"),
             tag("td", _left_out(layer), class_="words"),
             *(tag("td", _whole(one), class_=SIGNED.class_of(one)) for one in layer.shares),
         ]
-        lines.append(tag("tr", tag("th", layer.layer, scope="row"), *cells))
+        lines.append(tag("tr", tag("th", layer.layer.removeprefix(kind), scope="row"), *cells))
     return _grid(
         "Experts by layer",
-        "In percent; columns are the experts by the numbers of the table above. Left out: the part "
-        "of the blocks that differ from the base's, as the mean of the experts.",
+        "Shares are in percent."
+        + (f" Layers are those of {kind.removesuffix('.')}." if kind.strip(".") else "")
+        + ("" if len(names) <= NAMES_ACROSS else " Columns are the experts by their numbers above.")
+        + " An expert is left out of a layer if none of its blocks were used there.",
         heads,
         lines,
     )
@@ -270,7 +277,7 @@ def tensors(tensors: Sequence[ChangedTensor], base: str | None = None) -> Markup
     rows = []
     for one in tensors:
         row: list[Child | Cell] = [
-            Cell(one.name, "name"),
+            Cell(breaking(one.name), "name"),
             Cell(percent(one.change), "n", one.change),
             one.dtype or figures.DASH,
             Cell(_shape(one.shape), "n", None if one.shape is None else math.prod(one.shape)),
@@ -404,10 +411,10 @@ def notes(shown: SnapshotReport, lineage_of: tuple[Ancestor, ...]) -> Iterator[M
         (
             one.key,
             one.kind,
-            scores.written(one),
+            Cell(scores.written(one), "wide"),
             one.author or figures.DASH,
             lineage.signed(one.signatures) or figures.DASH,
-            utc(one.time_ns),
+            Cell(utc(one.time_ns), "when"),
         )
         for one in shown.notes
     ]

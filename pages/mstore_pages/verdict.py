@@ -9,7 +9,7 @@ from mstore.store.objects.note import EVALUATION, VERDICT
 from mstore.terms.sizes import format_size
 from mstore_pages import figures, lineage, scores
 from mstore_pages.figures import brief, counted, number, percent
-from mstore_pages.markup import Child, Markup, escaped, tag
+from mstore_pages.markup import Child, breaking, tag
 
 if TYPE_CHECKING:
     from mstore.api.reports import NoteReport, PlanReport
@@ -79,6 +79,14 @@ def _unbroken(size: int) -> str:
     return format_size(size).replace(" ", figures.NO_BREAK)
 
 
+def _part(size: int, whole: int) -> str:
+    """Return one size of another, with the unit once where they have the same."""
+    own, _, unit = format_size(size).partition(" ")
+    every = _unbroken(whole)
+    same = format_size(whole).endswith(f" {unit}")
+    return f"{own if same else _unbroken(size)} of {every}".replace(" ", figures.NO_BREAK)
+
+
 def _told_made(summary: SnapshotSummary) -> str:
     shown = summary.snapshot
     size = f"{format_size(shown.plain_bytes)} in {counted(shown.tensors, 'tensor')}"
@@ -117,19 +125,19 @@ def _error(plan: PlanReport) -> str:
 
 def _about(estimate: float) -> str:
     """Return an estimate, with no more digits than it is good for."""
-    return f"about {percent(estimate, 2)}"
+    return f"about {percent(estimate, figures.ESTIMATED)}"
 
 
 def verdict_tiles(summary: SnapshotSummary) -> Iterator[tuple[str, Child, Child]]:
     plan, shown = summary.plan, summary.snapshot
     if plan is not None:
-        yield "Method", _breaking(plan.method), _parameters(plan)
+        yield "Method", breaking(plan.method), _parameters(plan)
         if not plan.layers:
             budget = "none"
             if plan.budget_bytes is not None:
                 full = plan.full_expert_bytes
                 share = percent(plan.budget_bytes / full, 2) if full else figures.DASH
-                budget = f"{_unbroken(plan.budget_bytes)} of {_unbroken(full)}, {share}"
+                budget = f"{_part(plan.budget_bytes, full)}, {share}"
             if plan.budget_bytes is None and plan.max_error is not None:
                 budget = f"error ≤ {percent(plan.max_error)}"
             yield "Budget", budget, f"read {format_size(plan.planned_expert_bytes)} of experts"
@@ -147,10 +155,11 @@ def verdict_tiles(summary: SnapshotSummary) -> Iterator[tuple[str, Child, Child]
             elif plan.error_share_estimate is None:
                 yield "Error", _about(error), f"{kind}, of the base's norm"
             else:
+                away = percent(error, figures.ESTIMATED)
                 yield (
                     "Change that is lost",
                     _about(plan.error_share_estimate),
-                    f"of the full merge's; {percent(error, 2)} of the base's norm (estimates)",
+                    f"of the full merge's; {away} of the base's norm (estimates)",
                 )
     else:
         yield "Size", format_size(shown.plain_bytes), counted(shown.files, "file")
@@ -169,11 +178,6 @@ def verdict_tiles(summary: SnapshotSummary) -> Iterator[tuple[str, Child, Child]
     if shown.author:
         yield "Author", shown.author, "as the author tells"
     yield "Signed", lineage.signed(shown.signatures) if shown.signatures else "no", None
-
-
-def _breaking(name: str) -> Markup:
-    """Return a name that may break behind its underscores."""
-    return Markup("_<wbr>".join(map(escaped, name.split("_"))))
 
 
 def _parameters(plan: PlanReport) -> str:
