@@ -45,7 +45,8 @@ def _limits(note: NoteReport) -> list[Mapping[str, object]]:
 def _limit(one: Mapping[str, object]) -> str:
     sign = _SIGNS.get(str(one.get("sign")), "?")
     held = sign if one.get("held") is True else f"is not {sign}"
-    words = f"{one.get('score')} {_number(one.get('value'))} {held} {_number(one.get('limit'))}"
+    limit = f"{held} {_number(one.get('limit'))}".replace(" ", figures.NO_BREAK)
+    words = f"{one.get('score')} {_number(one.get('value'))} {limit}"
     if one.get("reference") is not None:
         words += f" ({one['reference']} has {_number(one.get('reference_value'))})"
     return words

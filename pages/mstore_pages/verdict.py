@@ -84,7 +84,7 @@ def _part(size: int, whole: int) -> str:
     own, _, unit = format_size(size).partition(" ")
     every = _unbroken(whole)
     same = format_size(whole).endswith(f" {unit}")
-    return f"{own if same else _unbroken(size)} of {every}".replace(" ", figures.NO_BREAK)
+    return f"{own if same else _unbroken(size)} of {every}"
 
 
 def _told_made(summary: SnapshotSummary) -> str:
