@@ -19,11 +19,11 @@ from cli_runs import Program
 from msgspec.structs import replace
 
 from mstore import Store
-from mstore.api.reports import NoteReport
+from mstore.api.reports import NoteReport, OriginReport
 from mstore.store.objects.shapes import parts_of
 from mstore.terms.ids import NoteId, SnapshotId
 from mstore.terms.report import plain
-from mstore_pages import curve, figures, gather, heatmap, lineage, matrix, report, summary
+from mstore_pages import curve, figures, gather, heatmap, lineage, matrix, report, sections, summary
 from mstore_pages.curve import BudgetPoint
 from mstore_pages.heatmap import Packing
 from mstore_pages.lineage import Node
@@ -181,6 +181,37 @@ def test_a_scale_has_a_class_for_each_number() -> None:
         assert len(figures.legend(levels)) == len(levels.classes)
         assert levels.class_of(None) is None
         assert levels.class_of(float("nan")) is None
+
+
+def test_the_edges_of_a_scale_are_round() -> None:
+    """Steps are equal where numbers are alike, and 1, 2, 5, 10 where most are small."""
+    alike = figures.growing([0.31, 0.42, 0.56, 0.753]).edges[1:]
+    assert alike == (0.2, 0.4, 0.6)
+    small = figures.growing([0.0011, 0.0013, 0.004, 0.03, 0.9]).edges[1:]
+    assert small == (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+def test_what_may_be_chance_has_no_colour(found: summary.SnapshotSummary) -> None:
+    """A cosine within its standard deviation is coloured as zero."""
+    assert found.similarity is not None
+    (first, *rest) = found.similarity.pairs
+    pairs = (replace(first, cosine=-0.3, deviation=0.4), *rest)
+    shown = replace(found.similarity, pairs=pairs)
+    told = "".join(sections.similarity(shown))
+    assert f'<td class="h0">{figures.MINUS}0.30</td>' in told
+    pairs = (replace(first, cosine=-0.3, deviation=0.04), *rest)
+    told = "".join(sections.similarity(replace(shown, pairs=pairs)))
+    assert f'<td class="n3">{figures.MINUS}0.30</td>' in told
+
+
+def test_origins_are_told_where_they_are_known(found: summary.SnapshotSummary) -> None:
+    """The repository of an imported model stands in the picture and in the table."""
+    assert "Origin" not in "".join(sections.ancestry(found.lineage, complete=True))
+    origin = OriginReport("https://example.org/a/b", "main", "c0ffee")
+    first = found.lineage[0]
+    known = replace(first, snapshot=replace(first.snapshot, origin=origin))
+    told = "".join(sections.ancestry([known], complete=True))
+    assert told.count("https://example.org/a/b") == 2
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def draw(points: Sequence[BudgetPoint], title: str, chosen: BudgetPoint | None =
             places = [scale.place(size, error) for size, error in known]
             lines.append(tag("path", d=path(places), class_=f"line-{n}"))
             lines += [
-                _mark(n, place, f"{kind} at {format_size(size)}: {percent(error)}")
+                _mark(n, place, f"{kind} at {format_size(size)}: {percent(error, _digits(kind))}")
                 for place, (size, error) in zip(places, known, strict=True)
             ]
             keys.append((n, kind))
@@ -77,6 +77,10 @@ def draw(points: Sequence[BudgetPoint], title: str, chosen: BudgetPoint | None =
         ),
         kind="figure fits",
     )
+
+
+def _digits(kind: str) -> int:
+    return ESTIMATED if kind == KINDS[1] else DIGITS
 
 
 def _is_known(error: float | None) -> bool:
@@ -160,7 +164,7 @@ def _ring(chosen: BudgetPoint | None, scale: _Scale) -> Markup | None:
     if error is None:
         return None
     x, y = scale.place(chosen.expert_bytes, error)
-    digits = DIGITS if _is_known(chosen.bound) else ESTIMATED
+    digits = _digits(KINDS[0] if _is_known(chosen.bound) else KINDS[1])
     label = f"this merge: {format_size(chosen.expert_bytes)}, {percent(error, digits)}"
     room = width_of(label, mono=False)
     # To the right, where the curve is lower; as far as there is room.

@@ -55,7 +55,8 @@ def ancestry(found: Sequence[Ancestor], *chosen: str, complete: bool) -> Iterato
     if not complete:
         yield tag("p", f"Older snapshots than these {len(found)} are not shown.", class_="caption")
     names = {str(one.snapshot.snapshot): _named(one.snapshot) for one in found}
-    rows = []
+    has_origins = any(one.snapshot.origin for one in found)
+    rows: list[Sequence[Child | Cell]] = []
     for one in found:
         shown = one.snapshot
         parents = [
@@ -65,9 +66,9 @@ def ancestry(found: Sequence[Ancestor], *chosen: str, complete: bool) -> Iterato
         rows.append(
             (
                 _named(shown),
-                Cell(shown.snapshot.short, "name"),
-                lineage.how(shown),
-                shown.origin.url if shown.origin else figures.DASH,
+                Cell(tag("code", shown.snapshot.short), "when"),
+                Cell(lineage.how(shown), "when"),
+                *([shown.origin.url if shown.origin else figures.DASH] if has_origins else []),
                 Cell("; ".join(parents) or figures.DASH, "wide" if parents else ""),
                 one.licence or figures.DASH,
                 shown.author or figures.DASH,
@@ -79,7 +80,7 @@ def ancestry(found: Sequence[Ancestor], *chosen: str, complete: bool) -> Iterato
         ("Name", "name"),
         ("Snapshot", ""),
         ("How", ""),
-        ("Origin", ""),
+        *([("Origin", "")] if has_origins else []),
         ("Made from", ""),
         ("Licence", ""),
         ("Author", ""),
@@ -249,8 +250,8 @@ def budgets(sweep: SweepReport, plan: PlanReport) -> Iterator[Markup]:
             percent(one.share),
             format_size(one.planned_expert_bytes),
             *([percent(one.error_bound)] if has_bound else []),
-            percent(one.error_estimate),
-            percent(one.error_share_estimate),
+            percent(one.error_estimate, figures.ESTIMATED),
+            percent(one.error_share_estimate, figures.ESTIMATED),
         )
         for one in sweep.points
     ]
