@@ -8,6 +8,7 @@ import re
 import struct
 import zlib
 from base64 import b64decode
+from html import unescape
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -15,15 +16,18 @@ from xml.etree import ElementTree as ET
 import pytest
 import report_stores
 from cli_runs import Program
+from msgspec.structs import replace
 
 from mstore import Store
+from mstore.api.reports import NoteReport, OriginReport
 from mstore.store.objects.shapes import parts_of
+from mstore.terms.ids import NoteId, SnapshotId
 from mstore.terms.report import plain
-from mstore_pages import curve, figures, gather, heatmap, lineage, matrix, report, summary
+from mstore_pages import curve, figures, gather, heatmap, lineage, matrix, report, sections, summary
 from mstore_pages.curve import BudgetPoint
 from mstore_pages.heatmap import Packing
 from mstore_pages.lineage import Node
-from mstore_pages.markup import Markup, data, escaped, join, tag
+from mstore_pages.markup import Markup, breaking, data, escaped, join, tag
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = report_stores.HOSTILE
@@ -61,6 +65,12 @@ def test_text_is_escaped_by_its_type() -> None:
 def test_characters_that_nobody_sees_are_shown() -> None:
     """A name cannot turn the direction of its line, end a line, or hide a part of itself."""
     assert tag("p", "a\u202eb\x1b\u200b\ud800") == "<p>a\\u202eb\\x1b\\u200b\\ud800</p>"
+
+
+def test_names_may_break_behind_their_dots() -> None:
+    """A long name breaks where its words end, and is the same text."""
+    made = breaking("a.b_c..<d>&.e")
+    assert made == "a.<wbr>b_<wbr>c..<wbr>&lt;d&gt;&amp;.<wbr>e"
 
 
 def test_data_cannot_end_its_element() -> None:
@@ -173,41 +183,87 @@ def test_a_scale_has_a_class_for_each_number() -> None:
         assert levels.class_of(float("nan")) is None
 
 
-def test_packed_numbers_are_near() -> None:
-    """What the script unpacks differs by less than a thousandth of the range, or of the number."""
-    alphabet = heatmap._ALPHABET
+def test_the_edges_of_a_scale_are_round() -> None:
+    """Steps are equal where numbers are alike, and 1, 2, 5, 10 where most are small."""
+    alike = figures.growing([0.31, 0.42, 0.56, 0.753]).edges[1:]
+    assert alike == (0.2, 0.4, 0.6)
+    small = figures.growing([0.0011, 0.0013, 0.004, 0.03, 0.9]).edges[1:]
+    assert small == (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
-    def unpacked(text: str, how: Packing) -> list[float | None]:
-        letters = map(alphabet.index, text)
-        steps = [64 * high + low for high, low in zip(letters, letters, strict=True)]
-        known = [(step - 2) / 4093 for step in steps]
-        return [
-            None if step == 0 else 0.0 if step == 1
-            else how.low * (how.high / how.low) ** part if how.is_log
-            else how.low + (how.high - how.low) * part
-            for step, part in zip(steps, known, strict=True)
-        ]  # fmt: skip
 
-    changes = [None, 0.0, 1e-6, 3.3e-4, 0.02, 1.7]
-    how = Packing.of(changes, is_log=True)
-    found = unpacked(how.packed([changes]), how)
-    assert found[:2] == [None, 0.0]
-    assert found[2:] == pytest.approx(changes[2:], rel=4e-3)
-    shares = [-0.7, 0.0, 0.25, None, 1.2]
-    straight = Packing.of(shares)
-    again = unpacked(straight.packed([shares]), straight)
-    assert again[3] is None
-    assert [one for one in again if one is not None] == pytest.approx(
-        [-0.7, 0.0, 0.25, 1.2], abs=1e-3
-    )
-    # All and nothing are exact, and nothing else is taken for them.
-    assert heatmap.SHARE.packed([[None, 0.0, 1e-9, 1 - 1e-9, 1.0]]) == "ABC-_"
+def test_what_may_be_chance_has_no_colour(found: summary.SnapshotSummary) -> None:
+    """A cosine within its standard deviation is coloured as zero."""
+    assert found.similarity is not None
+    (first, *rest) = found.similarity.pairs
+    pairs = (replace(first, cosine=-0.3, deviation=0.4), *rest)
+    shown = replace(found.similarity, pairs=pairs)
+    told = "".join(sections.similarity(shown))
+    assert f'<td class="h0">{figures.MINUS}0.30</td>' in told
+    pairs = (replace(first, cosine=-0.3, deviation=0.04), *rest)
+    told = "".join(sections.similarity(replace(shown, pairs=pairs)))
+    assert f'<td class="n3">{figures.MINUS}0.30</td>' in told
+
+
+def test_origins_are_told_where_they_are_known(found: summary.SnapshotSummary) -> None:
+    """The repository of an imported model stands in the picture and in the table."""
+    assert "Origin" not in "".join(sections.ancestry(found.lineage, complete=True))
+    origin = OriginReport("https://example.org/a/b", "main", "c0ffee")
+    first = found.lineage[0]
+    known = replace(first, snapshot=replace(first.snapshot, origin=origin))
+    told = "".join(sections.ancestry([known], complete=True))
+    assert told.count("https://example.org/a/b") == 2
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [None, 0.0, 1e-12, 0.101, 0.09996, 0.5, 1.0, 1 - 1e-9],
+        [1e-6, 3.333e-4, 0.02, 1.7, 123.456],
+        [-0.7, 0.0, 0.25, None, 1.2, -1e-7, 4.2e-5],
+        [None],
+        [0.5, *9 * [0.25], *7 * [None], *80 * [0.0], -1.0],
+        [n / 1000 for n in range(-500, 500)],
+    ],
+)
+def test_packed_numbers_are_those_of_the_tables(values: list[float | None]) -> None:
+    """What the script unpacks has the digits that the page shows without it."""
+    how = Packing.of(values)
+    packed = re.sub(r"(.)~(\d+)\.", lambda run: run[1] * int(run[2]), how.packed([values]))
+    assert len(packed) == how.letters * len(values)
+    known: list[float | None] = [None, 0.0]
+    for code in itertools.accumulate(how.steps):
+        sign, n = divmod(code, 900 * how.decades)
+        known.append(float(f"{'-' if sign else ''}{100 + n % 900}e{how.low + n // 900}"))
+    for at, value in enumerate(values):
+        place = 0
+        for letter in packed[at * how.letters : (at + 1) * how.letters]:
+            place = place * 64 + heatmap._ALPHABET.index(letter)
+        assert figures.percent(known[place]) == figures.percent(value)
+
+
+def test_percentages_have_three_digits() -> None:
+    """Neither exponents nor digits beyond the third are shown."""
+    told = [figures.percent(one) for one in (3e-7, 12.345, 1.0, -0.04321, 1e-9)]
+    wanted = ["0.00003", "1230", "100", f"{figures.MINUS}4.32", "0"]
+    assert told == [f"{one}{figures.NO_BREAK}%" for one in wanted]
 
 
 def test_small_images_are_png() -> None:
-    """The pixels are those of the cells: read back by the format's own rules."""
+    """The pixels have the colours of the legend, for light and dark: read by the format's rules."""
     made = heatmap.pixels([[0.0, 1.0, None], [1.0, 0.0, 0.0]], figures.SHARES, "told")
-    raw = b64decode(re.findall(r"base64,([^\"]+)", made)[0])
+    dark, light = re.findall(r"base64,([^\"]+)", made)
+    assert "prefers-color-scheme:dark" in made.partition("<img")[0]
+    assert drawn_by(light) == colours("f1f3f6", "123a6a", "ffffff")
+    assert drawn_by(dark) == colours("22262e", "cfe3fa", "14161a")
+
+
+def colours(least: str, most: str, none: str) -> list[list[str]]:
+    return [[least, most, none], [most, least, least]]
+
+
+def drawn_by(image: str) -> list[list[str]]:
+    """The colours of an image of three columns and two rows."""
+    raw = b64decode(image)
     chunks, at = {}, 8
     while at < len(raw):
         (length,) = struct.unpack(">I", raw[at : at + 4])
@@ -218,11 +274,9 @@ def test_small_images_are_png() -> None:
     assert chunks[b"IHDR"][:8] == struct.pack(">II", 3, 2)
     rows = zlib.decompress(chunks[b"IDAT"])
     palette = [chunks[b"PLTE"][n : n + 3].hex() for n in range(0, len(chunks[b"PLTE"]), 3)]
-    # A byte before each row says how it is filtered; two pixels a byte.
-    halves = [[half for byte in rows[at : at + 2] for half in divmod(byte, 16)] for at in (1, 4)]
-    drawn = [[palette[half] for half in row[:3]] for row in halves]
-    light, dark, none = "f1f3f6", "123a6a", "ffffff"
-    assert drawn == [[light, dark, none], [dark, light, light]]
+    # A byte before each row says how it is filtered; four pixels a byte.
+    rows_of = [[rows[at] >> shift & 3 for shift in (6, 4, 2)] for at in (1, 3)]
+    return [[palette[one] for one in row] for row in rows_of]
 
 
 # -- summaries -----------------------------------------------------------------------------------
@@ -298,6 +352,96 @@ def test_quick_reads_no_weights(family: Store) -> None:
     assert "Shares are not known: weights were not read." in report.snapshot_page(quick)
 
 
+# -- first lines, notes and the recipe -----------------------------------------------------------
+
+
+def noted(kind: str, key: str, value: object) -> NoteReport:
+    return NoteReport(NoteId(b"n" * 32), SnapshotId(b"s" * 32), kind, key, value, "me", 1, "counts")
+
+
+def with_scores(found: summary.SnapshotSummary, *notes: NoteReport) -> summary.SnapshotSummary:
+    """The summary with notes, and an evaluation of its base with 0.398."""
+    base = noted("evaluation", "python score.py {}", {"scores": {"acc": 0.398}})
+    lineage = tuple(
+        replace(one, snapshot=replace(one.snapshot, notes=(base,)))
+        if one.snapshot.refs == ("model/base",)
+        else one
+        for one in found.lineage
+    )
+    return replace(found, snapshot=replace(found.snapshot, notes=notes), lineage=lineage)
+
+
+def lead(page: str) -> str:
+    """The first lines of a page, as text."""
+    inside = page.partition('<p class="verdict">')[2].partition("</p>")[0]
+    return unescape(re.sub("<[^>]+>", "", inside)).replace(figures.NO_BREAK, " ")
+
+
+def test_a_verdict_tells_its_limit_and_the_base_s_score(found: summary.SnapshotSummary) -> None:
+    """The first lines have score, limit and reference; the table has the scores of parents."""
+    limit = {
+        "score": "acc", "value": 0.416, "sign": ">=", "limit": 0.298, "held": True,
+        "reference": "base", "reference_value": 0.398,
+    }  # fmt: skip
+    command = ["python", "/far/away/score.py", "{}"]
+    verdict = {"passed": True, "comparisons": [limit], "scores": {"acc": 0.416, "f1": 0.5}}
+    scores = {"command": command, "scores": {"acc": 0.416}}
+    key = "python score.py {}"
+    shown = with_scores(
+        found, noted("verdict", f"gate: {key}", verdict), noted("evaluation", key, scores)
+    )
+    page = report.snapshot_page(shown)
+    told = lead(page)
+    assert "passed: acc 0.416 ≥ 0.298 (base has 0.398); f1 0.5." in told
+    # The gate's own evaluation is not told again, nor is its path.
+    assert "Evaluation" not in told
+    assert "/far/away" not in told
+    notes = page.partition('<section id="notes"')[2].partition("</section>")[0]
+    assert "/far/away/score.py" in notes
+    rows = re.findall(r"<tr>(.*?)</tr>", notes.partition("</table>")[0])
+    assert [re.sub("<[^>]+>", "|", row).strip("|") for row in rows[1:]] == [
+        "model/merged||this one||0.416", "model/base||base||0.398",
+    ]  # fmt: skip
+    limit["held"] = False
+    verdict["passed"] = False
+    failed = with_scores(found, noted("verdict", "gate: mine", verdict))
+    assert "Gate mine: did not pass: acc 0.416 is not ≥ 0.298" in lead(report.snapshot_page(failed))
+
+
+@pytest.mark.parametrize("value", [None, 3, {"comparisons": 1}, {"comparisons": [1, {}]}, []])
+def test_verdicts_of_strangers_are_told(found: summary.SnapshotSummary, value: object) -> None:
+    """A verdict that is not what a gate writes makes no page fail."""
+    shown = with_scores(found, noted("verdict", "gate: x", value), noted("evaluation", "x", value))
+    assert "Gate x: " in lead(report.snapshot_page(shown))
+
+
+def test_the_lost_part_of_the_change_is_told(found: summary.SnapshotSummary) -> None:
+    """Estimates have two digits, and say what they are a part of."""
+    assert found.plan is not None
+    plan = replace(
+        found.plan, error_bound=None, error_estimate=0.0398689, error_share_estimate=0.33728
+    )
+    told = lead(report.snapshot_page(replace(found, plan=plan)))
+    assert "Of what the full merge changes, about 34 % is lost, which is about 4 % of" in told
+
+
+def test_the_plan_repeats_what_the_recipe_leaves_out(found: summary.SnapshotSummary) -> None:
+    """A recipe has no budget: the page says so, and has the command that has one."""
+    page = report.snapshot_page(found)
+    assert found.plan is not None
+    assert "The recipe leaves out its budget" in page
+    assert f"store.merge(plan='{found.plan.plan}', name=REF)" in unescape(page)
+    free = replace(found, plan=replace(found.plan, budget_bytes=None))
+    assert "leaves out" not in report.snapshot_page(free).partition('<section id="recipe"')[2]
+
+
+def test_nothing_is_said_of_directions_where_one_is_the_base(family: Store) -> None:
+    """A base has no change of its own, so no cosine: the sentence and the section are left out."""
+    page = report.comparison_page(gather.comparison_summary(family, "model/base", "model/math"))
+    assert "cosine" not in page.partition("</style>")[2].partition("<script")[0]
+    assert 'id="similarity"' not in page
+
+
 # -- pages ---------------------------------------------------------------------------------------
 
 
@@ -347,7 +491,7 @@ def test_an_adapter_has_a_page(family: Store) -> None:
     assert told.tensors[0].shape is None
     page = report.snapshot_page(told)
     assert "Made by extract, with the base model/base" in page
-    assert told.tensors[0].name in page
+    assert breaking(told.tensors[0].name) in page
     family.remove("model/lora")
 
 

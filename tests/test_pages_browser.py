@@ -15,7 +15,7 @@ from browser import asked, dump, shot
 
 from mstore import Store
 from mstore_pages import gather, report
-from mstore_pages.figures import DASH
+from mstore_pages.figures import percent
 from mstore_pages.usage import usage_page
 
 pytestmark = browser.needed
@@ -116,14 +116,16 @@ def test_the_selector_shows_each_expert(page: Path, tmp_path: Path) -> None:
         const form = document.getElementById("map-selector"), cells = () =>
             [...document.querySelectorAll("#map-table-0 tbody tr:nth-child(2) td")]
                 .map(one => one.textContent);
-        const first = cells();
+        const first = cells(), options = () =>
+            [...form.elements.measure.options].map(one => [one.textContent, one.disabled]);
+        const before = options();
         form.elements.model.value = "1";
         form.elements.measure.value = "share";
         form.dispatchEvent(new Event("change"));
         const box = document.querySelector(".map");
         box.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
         return {
-            hidden: form.hidden, first, then: cells(),
+            hidden: form.hidden, first, then: cells(), before, after: options(),
             title: document.querySelector(".map-title").textContent,
             said: document.getElementById("map-readout").textContent,
             legends: [...document.querySelectorAll(".map-legend")]
@@ -134,16 +136,31 @@ def test_the_selector_shows_each_expert(page: Path, tmp_path: Path) -> None:
     assert told["hidden"] is False
     assert told["title"] == "model/math: share of what the merge changed"
     assert told["first"] != told["then"]
-    # The numbers of layer 1, as far as two letters each can say them.
+    # Of the result nothing was left out: the greyed choice says what to do.
+    assert ["blocks left out (choose an expert first)", True] in told["before"]
+    assert ["blocks left out", False] in told["after"]
+    # The numbers of layer 1, as the page has them without its script.
     with Store.open(page.parent / "store") as store:
         layers = gather.snapshot_summary(store, "model/merged").maps[0]
-    shares = [row[1] for row in layers.models[1].share or ()]
-    shown = [None if one == DASH else float(one.split()[0]) / 100 for one in told["then"]]
-    assert [one is None for one in shown] == [one is None for one in shares]
-    assert [one or 0.0 for one in shown] == pytest.approx([one or 0.0 for one in shares], abs=2e-3)
+    assert told["first"] == [percent(row[1]) for row in layers.models[0].change]
+    assert told["then"] == [percent(row[1]) for row in layers.models[1].share or ()]
     assert told["said"] == f"model.layers 1, self_attn.q_proj.weight: {told['then'][0]}"
     assert told["legends"] == ["legend-share"]
     assert told["paths"] > 0
+
+
+def test_a_narrow_window_shows_the_subject_of_the_lineage(page: Path, tmp_path: Path) -> None:
+    """The picture scrolls until its subject is in sight."""
+    told = probed(
+        page,
+        tmp_path,
+        """
+        const box = document.querySelector(".chosen-box").getBoundingClientRect();
+        return [box.right, document.documentElement.clientWidth, box.width];""",
+        360,
+    )
+    right, window, width = told
+    assert 0 < width < right <= window
 
 
 def test_headings_sort(page: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from mstore.terms.sizes import format_size
-from mstore_pages.figures import path, percent, picture, text, ticks, width_of
+from mstore_pages.figures import DIGITS, ESTIMATED, path, percent, picture, text, ticks, width_of
 from mstore_pages.markup import Markup, join, tag
 
 WIDTH, HEIGHT = 640.0, 400.0
@@ -54,7 +54,7 @@ def draw(points: Sequence[BudgetPoint], title: str, chosen: BudgetPoint | None =
             places = [scale.place(size, error) for size, error in known]
             lines.append(tag("path", d=path(places), class_=f"line-{n}"))
             lines += [
-                _mark(n, place, f"{kind} at {format_size(size)}: {percent(error)}")
+                _mark(n, place, f"{kind} at {format_size(size)}: {percent(error, _digits(kind))}")
                 for place, (size, error) in zip(places, known, strict=True)
             ]
             keys.append((n, kind))
@@ -75,7 +75,12 @@ def draw(points: Sequence[BudgetPoint], title: str, chosen: BudgetPoint | None =
             f"read from experts ({scale.unit})",
             "quiet middle",
         ),
+        kind="figure fits",
     )
+
+
+def _digits(kind: str) -> int:
+    return ESTIMATED if kind == KINDS[1] else DIGITS
 
 
 def _is_known(error: float | None) -> bool:
@@ -159,7 +164,8 @@ def _ring(chosen: BudgetPoint | None, scale: _Scale) -> Markup | None:
     if error is None:
         return None
     x, y = scale.place(chosen.expert_bytes, error)
-    label = f"this merge: {format_size(chosen.expert_bytes)}, {percent(error)}"
+    digits = _digits(KINDS[0] if _is_known(chosen.bound) else KINDS[1])
+    label = f"this merge: {format_size(chosen.expert_bytes)}, {percent(error, digits)}"
     room = width_of(label, mono=False)
     # To the right, where the curve is lower; as far as there is room.
     is_last = x + 14 + room > WIDTH - _RIGHT

@@ -12,6 +12,7 @@ import math
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from importlib.resources import files
 
 import msgspec
@@ -27,6 +28,8 @@ _SANS = 0.6
 DASH, MINUS, TIMES, NO_BREAK = "\u2013", "\u2212", "\u00d7", "\u00a0"
 DIGITS = 3
 """Significant digits of numbers."""
+ESTIMATED = 2
+"""The same of estimates, which are good for no more."""
 
 
 def width_of(text: object, size: float = TEXT, *, mono: bool = True) -> float:
@@ -48,7 +51,10 @@ def percent(value: float | None, digits: int = DIGITS) -> str:
     if value is None:
         return DASH
     scaled = 100 * value
-    text = f"{scaled:.0f}" if abs(scaled) >= 100 else f"{scaled:.{digits}g}"
+    if abs(scaled) < 1e-6:
+        scaled = 0.0
+    # Never with an exponent, and never with more digits: the page's script has no more of them.
+    text = format(Decimal(f"{scaled:.{digits}g}"), "f")
     return f"{text}{NO_BREAK}%".replace("-", MINUS)
 
 
@@ -81,34 +87,38 @@ class Levels(msgspec.Struct, frozen=True):
         return f"{100 * value:{'z.0f' if abs(value) >= 0.1 else '.2g'}}".replace("-", MINUS)
 
 
-SHARES = Levels((1e-9, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95), tuple(f"h{n}" for n in range(9)))
-"""Shares from 0 to 1."""
+_STEPS = 7
+"""The most edges of a scale above zero."""
+SHARES = Levels((1e-9, 0.2, 0.4, 0.6, 0.8, 1.0), ("h0", "h1", "h3", "h4", "h6", "h7", "h8"))
+"""Shares from 0 to 1: none, fifths, and all."""
 SIGNED = Levels(
-    (-0.5, -0.2, -0.05, -0.005, 0.005, 0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95),
-    ("n4", "n3", "n2", "n1", "h0", "h1", "h2", "h3", "h4", "h5", "h6", "h7", "h8"),
+    (-0.5, -0.2, -0.05, -0.01, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+    ("n4", "n3", "n2", "n1", "h0", "h1", "h2", "h3", "h4", "h6", "h7", "h8"),
 )
 """Shares that may be negative, or larger than 1."""
 COSINES = Levels(
-    (-0.6, -0.3, -0.1, -0.02, 0.02, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9),
-    SIGNED.classes,
+    (-0.5, -0.2, -0.1, -0.05, 0.05, 0.1, 0.2, 0.5, 0.8),
+    ("n4", "n3", "n2", "n1", "h0", "h1", "h2", "h4", "h6", "h8"),
     "z.2f",
 )
 
 
 def growing(values: Iterable[float | None], form: str = "") -> Levels:
-    """Return a scale from zero to the largest of some numbers.
+    """Return a scale from zero to the largest of some numbers, with round edges.
 
-    Where they differ by less than half, its steps are equal; else each has as many of the numbers.
+    Its steps are equal; where most numbers are far below the largest, each is 2 or 2.5 times the
+    one before: 1, 2, 5, 10 and so on.
     """
     known = sorted(value for value in values if value is not None and 0 < value < math.inf)
     if not known:
         return Levels((), ("h0",), form)
-    low, high = known[len(known) // 20], known[-1 - len(known) // 20]
-    if high < 2 * low:
-        steps = [known[-1] * n / 8 for n in range(1, 8)]
+    top = known[-1]
+    if known[len(known) // 2] > top / 8:
+        edges = [one for one in ticks(top, _STEPS) if 0 < one < top]
     else:
-        steps = [known[len(known) * n // 8] for n in range(1, 8)]
-    edges = sorted({float(f"{step:.2g}") for step in steps})
+        power = math.floor(math.log10(top))
+        series = [float(f"{n}e{at}") for at in (power - 2, power - 1, power) for n in (1, 2, 5)]
+        edges = [one for one in series if known[0] < one < top][-_STEPS:]
     # The first class is of numbers that are zero.
     names = tuple(f"h{round(n * 8 / (len(edges) + 1))}" for n in range(len(edges) + 2))
     return Levels((math.ulp(0.0), *edges), names, form)
@@ -140,7 +150,7 @@ def ticks(top: float, count: int = 5) -> list[float]:
     raw = top / count
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(step for n in (1, 2, 2.5, 5, 10) if (step := n * magnitude) >= raw * (1 - 1e-9))
-    return [step * n for n in range(math.ceil(top / step - 1e-9) + 1)]
+    return [float(f"{step * n:.12g}") for n in range(math.ceil(top / step - 1e-9) + 1)]
 
 
 def text(x: float, y: float, content: Child, kind: str = "label", **more: object) -> Markup:

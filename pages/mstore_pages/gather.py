@@ -202,6 +202,9 @@ def comparison_summary(
     changes = ask.compare("change", str(a), [str(b)], "part")
     whole = changes and ask.compare("tensors", str(a), [str(b)], "tensor")
     both = ask.compare("similarity", None, [str(a), str(b)], "layer")
+    if both is not None and all(pair.cosine is None for pair in both.whole.pairs):
+        # One is the other's base, so it has no change; or changes are not known.
+        both = None
     # Last: what was measured for the others makes its distances exact, also the next time.
     diff = store.diff(a, b, threads=threads)
     tables = _Tables(str(b), theirs, [], changes, None, None)

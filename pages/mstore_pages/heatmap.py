@@ -8,32 +8,19 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import TypeGuard
 
 import msgspec
 
-from mstore_pages.figures import Levels, hatching, legend
+from mstore_pages.figures import DIGITS, Levels, hatching, legend, style
 from mstore_pages.markup import Markup, join, tag
 
 Row = Sequence[float | None]
-_COLOURS = {
-    "h0": "f1f3f6",
-    "h1": "e0ebf9",
-    "h2": "c6dbf4",
-    "h3": "a0c4eb",
-    "h4": "76a9de",
-    "h5": "4e8ccb",
-    "h6": "3171b5",
-    "h7": "1f5693",
-    "h8": "123a6a",
-    "n1": "fbe9d3",
-    "n2": "f3c48d",
-    "n3": "d98736",
-    "n4": "a34d06",
-    "": "ffffff",
-}
-"""Those of figures.css; an image has them for both schemes, and the page inverts it in the dark."""
 LEAST_COLUMNS = 12
 """A strip of fewer layers leaves the rest of the width empty: cells do not become bars."""
 TICKS = 12
@@ -89,24 +76,49 @@ def hatch() -> Markup:
 
 
 def pixels(rows: Sequence[Row], levels: Levels, told: str) -> Markup:
-    """Return the cells as an image, a pixel each.  told: what it shows, for those who do not."""
-    names = ["", *dict.fromkeys(levels.classes)]
+    """Return the cells as an image, a pixel each, for light and dark.
+
+    told: what it shows, for those who do not see it.
+    """
+    light, dark = (_png(rows, levels, palette) for palette in palettes())
+    source = tag("source", srcset=dark, media="(prefers-color-scheme:dark)")
+    return tag("picture", source, tag("img", src=light, alt=told, class_="pixels"))
+
+
+@cache
+def palettes() -> tuple[dict[str, str], dict[str, str]]:
+    """Return the colours of classes in figures.css, for light and for dark; "": the background."""
+    light, _, dark = style().partition("@media (prefers-color-scheme:dark)")
+    found = [dict(re.findall(r"\.([hn]\d|paper){fill:#(\w+)}", text)) for text in (light, dark)]
+    for one in found:
+        # Three letters stand for six.
+        paper = one.pop("paper")
+        one[""] = paper if len(paper) == 6 else "".join(2 * letter for letter in paper)
+    return found[0], found[1]
+
+
+def _png(rows: Sequence[Row], levels: Levels, colours: Mapping[str, str]) -> str:
+    classes = [[levels.class_of(value) or "" for value in row] for row in rows]
+    names = list(dict.fromkeys(name for row in classes for name in row))
+    # By palette, as few bits a pixel as it needs.
+    bits = next(bits for bits in (1, 2, 4) if len(names) <= 1 << bits)
     lines = []
-    for row in rows:
-        codes = [names.index(levels.class_of(value) or "") for value in row]
-        halves = zip(codes[::2], [*codes[1::2], 0], strict=False)
-        lines.append(bytes([0, *(high << 4 | low for high, low in halves)]))
-    palette = b"".join(bytes.fromhex(_COLOURS[name]) for name in names)
-    # Four bits a pixel, by palette.  Not compressed: other libraries would give other bytes.
-    size = len(rows[0]).to_bytes(4) + len(rows).to_bytes(4) + bytes([4, 3, 0, 0, 0])
+    for row in classes:
+        line = 0
+        for name in row:
+            line = line << bits | names.index(name)
+        size = -(-len(row) * bits // 8)
+        lines.append(b"\0" + (line << (8 * size - len(row) * bits)).to_bytes(size))
+    palette = b"".join(bytes.fromhex(colours[name]) for name in names)
+    head = len(rows[0]).to_bytes(4) + len(rows).to_bytes(4) + bytes([bits, 3, 0, 0, 0])
     image = b"\x89PNG\r\n\x1a\n" + _chunks(
-        (b"IHDR", size),
+        (b"IHDR", head),
         (b"PLTE", palette),
+        # Not compressed: other libraries would give other bytes.
         (b"IDAT", zlib.compress(b"".join(lines), 0)),
         (b"IEND", b""),
     )
-    address = f"data:image/png;base64,{base64.b64encode(image).decode()}"
-    return tag("img", src=address, alt=told, class_="pixels")
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
 def _chunks(*chunks: tuple[bytes, bytes]) -> bytes:
@@ -125,54 +137,67 @@ def rows_of(parts: Sequence[str], rows: Sequence[Row], levels: Levels) -> Markup
     )
 
 
-_STEPS = 64 * 64 - 3
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+_LEAST = 1e-8
+"""What is smaller is packed as zero, as `percent` writes it."""
+_MANTISSAS = 900
+"""Of three digits: 100 to 999."""
 
 
 class Packing(msgspec.Struct, frozen=True):
-    """How numbers are packed for the page's script: two letters each, one of 4094 steps.
+    """How numbers are packed for the page's script: with the digits that `percent` shows.
 
-    low, high: what the first and the last step mean.  is_log: whether steps are factors; then zero
-    has a code of its own.  is_short: one letter, for shares from 0 to 1: 0 and 1 are exact.
+    A number is `letters` letters: 0 for unknown, 1 for zero, else 2 and its place among the codes
+    in use; `A~80.` is 80 times A.  `steps` are the distances from each code to the next.  A code
+    counts numbers of three digits from 100 * 10**low: 900 for each of `decades`, and then the
+    negative ones.
     """
 
-    low: float
-    high: float
-    is_log: bool = False
-    is_short: bool = False
+    letters: int
+    low: int
+    decades: int
+    steps: tuple[int, ...]
 
     @classmethod
-    def of(cls, values: Iterable[float | None], *, is_log: bool = False) -> Packing:
+    def of(cls, values: Iterable[float | None]) -> Packing:
         """Return the packing in which all of some numbers have a place."""
-        known = [one for one in values if one is not None and (one > 0 or not is_log)]
-        return cls(min(known, default=0.0), max(known, default=1.0), is_log)
+        known = [one for one in values if _is_told(one)]
+        exponents = [_digits(one)[1] for one in known]
+        low = min(exponents, default=0)
+        decades = max(exponents, default=0) - low + 1
+        codes = sorted({_code(one, low, decades) for one in known})
+        letters = 1
+        while 64**letters < 2 + len(codes):
+            letters += 1
+        return cls(letters, low, decades, tuple(b - a for a, b in pairwise([0, *codes])))
 
     def packed(self, rows: Sequence[Row]) -> str:
         """Return the numbers row by row."""
-        return "".join(self._code(value) for row in rows for value in row)
+        places = {code: n for n, code in enumerate(accumulate(self.steps), 2)}
 
-    def _code(self, value: float | None) -> str:
-        is_known = value is not None and math.isfinite(value)
-        if self.is_short:
-            return _ALPHABET[_short_step(value) if is_known and value is not None else 0]
-        step = 0
-        if value is not None and is_known:
-            step = 1 if self.is_log and value <= 0 else 2 + round(_STEPS * self._part(value))
-        return _ALPHABET[step >> 6] + _ALPHABET[step & 63]
+        def place(value: float | None) -> int:
+            if _is_told(value):
+                return places[_code(value, self.low, self.decades)]
+            return 0 if value is None or not math.isfinite(value) else 1
 
-    def _part(self, value: float) -> float:
-        """Return how far a number lies from `low` to `high`."""
-        if self.is_log:
-            wide = math.log(self.high / self.low)
-            return math.log(value / self.low) / wide if wide else 0.0
-        wide = self.high - self.low
-        return (value - self.low) / wide if wide else 0.0
+        shifts = [6 * n for n in reversed(range(self.letters))]
+        every = (place(value) for row in rows for value in row)
+        text = "".join(_ALPHABET[one >> shift & 63] for one in every for shift in shifts)
+        return re.sub(r"(.)\1{5,}", lambda run: f"{run[1]}~{len(run[0])}.", text)
 
 
-SHARE = Packing(0.0, 1.0, is_short=True)
-"""Shares from 0 to 1."""
+def _code(value: float, low: int, decades: int) -> int:
+    mantissa, exponent = _digits(value)
+    at = mantissa - 100 + _MANTISSAS * (exponent - low)
+    return at + (_MANTISSAS * decades if value < 0 else 0)
 
 
-def _short_step(share: float) -> int:
-    """Return 1 for nothing, 63 for all, and a step between for all else."""
-    return 1 if share <= 0 else 63 if share >= 1 else min(62, max(2, round(1 + 62 * share)))
+def _is_told(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value) and abs(value) >= _LEAST
+
+
+def _digits(value: float) -> tuple[int, int]:
+    """Return three digits as a whole number, and the power of ten that it is multiplied by."""
+    # Of the percentage: so it is rounded as the page's other numbers are.
+    mantissa, _, exponent = f"{100 * abs(value):.{DIGITS - 1}e}".partition("e")
+    return int(mantissa.replace(".", "")), int(exponent) - DIGITS + 1 - 2

@@ -58,6 +58,8 @@ def node_of(snapshot: SnapshotReport, licence: str | None = None, *, is_chosen: 
     if len(snapshot.refs) > NAMES_SHOWN:
         names.append(f"and {len(snapshot.refs) - NAMES_SHOWN} more names")
     details = [how(snapshot) if not names else f"{how(snapshot)}, {snapshot.snapshot.short}"]
+    if snapshot.origin:
+        details.append(f"from {snapshot.origin.url}")
     if licence:
         details.append(f"licence {licence}")
     if snapshot.author:

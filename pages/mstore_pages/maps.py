@@ -14,16 +14,16 @@ from msgspec.structs import asdict
 from mstore_pages import heatmap
 from mstore_pages.document import details, scroll
 from mstore_pages.figures import SHARES, SIGNED, Levels, growing, percent
-from mstore_pages.heatmap import SHARE, Packing
+from mstore_pages.heatmap import Packing
 from mstore_pages.markup import Markup, data, tag
 
 if TYPE_CHECKING:
-    from mstore_pages.summary import LayerMap
+    from mstore_pages.summary import LayerMap, ModelMap
 
 MEASURES = {
     "change": "change",
     "share": "share of what the merge changed",
-    "left_out": "left out for the budget",
+    "left_out": "blocks left out",
     "equal": "blocks equal to the base's",
 }
 
@@ -61,8 +61,8 @@ def maps_of(maps: Sequence[LayerMap]) -> Iterator[Markup]:
         )
     yield tag(
         "p",
-        "Each row is a part of the layers, each cell a layer. The stronger the colour, the larger "
-        "the number.",
+        "Each row is a part of the layers, each cell a layer. The more a colour differs from the "
+        "page, the larger the number.",
         class_="caption",
     )
     for n, one in enumerate(maps):
@@ -70,7 +70,7 @@ def maps_of(maps: Sequence[LayerMap]) -> Iterator[Markup]:
     if len(models) > 1:
         # Of a virtual merge all are experts, else the first is the result.
         yield from _gallery(max(maps, key=_cells), levels)
-    yield _map_data(maps, models, levels, changes)
+    yield _map_data(maps, models, levels)
 
 
 def _cells(one: LayerMap) -> int:
@@ -134,42 +134,45 @@ def _map_table(number: int, one: LayerMap, levels: Levels) -> Markup:
 
 
 def _gallery(one: LayerMap, levels: dict[str, Levels]) -> Iterator[Markup]:
-    """Yield a small image for each expert, so that all are seen at once, and without a script."""
+    """Yield small images for each expert, so that all are seen at once, and without a script."""
     experts = [model for model in one.models if model.left_out is not None] or one.models[1:]
     has_shares = all(model.share is not None for model in experts)
-    measure = "share" if has_shares else "change"
+    where = f"Rows are the parts and columns the layers of {one.kind}, as above."
+    against = " Orange: against the result." if has_shares else ""
+    yield from _images(one, experts, "share" if has_shares else "change", levels, where + against)
+    if any(v for model in experts for row in model.left_out or () for v in row):
+        yield from _images(one, experts, "left_out", levels, where)
+
+
+def _images(
+    one: LayerMap,
+    experts: Sequence[ModelMap],
+    measure: str,
+    levels: dict[str, Levels],
+    caption: str,
+) -> Iterator[Markup]:
     yield tag("h3", f"Each expert: {MEASURES[measure]}")
     items = []
     for model in experts:
-        rows = (model.share if has_shares else model.change) or ()
-        size = f"{len(one.parts)} parts by {len(one.layers)} layers"
-        told = f"{model.model}: {MEASURES[measure]}, {size}"
-        image = heatmap.pixels(rows, levels[measure], told)
+        told = f"{model.model}: {MEASURES[measure]} by part and layer"
+        image = heatmap.pixels(getattr(model, measure) or (), levels[measure], told)
         items.append(tag("li", tag("figure", tag("figcaption", model.model), image)))
     yield tag("ul", *items, class_="gallery")
-    yield tag(
-        "p",
-        f"Rows are the parts and columns the layers of {one.kind}, as above."
-        + (" Orange: against the result." if has_shares else ""),
-        class_="caption",
-    )
-    if has_shares:
-        yield heatmap.swatches(levels[measure])
+    yield tag("p", caption, class_="caption")
+    yield heatmap.swatches(levels[measure])
 
 
 def _map_data(
     maps: Sequence[LayerMap],
     models: Sequence[str],
     levels: dict[str, Levels],
-    changes: Sequence[float | None],
 ) -> Markup:
     """Return all numbers for the page's script, packed."""
-    shares = [v for m in maps for model in m.models for row in model.share or () for v in row]
     packings = {
-        "change": Packing.of(changes, is_log=True),
-        "share": Packing.of(shares),
-        "left_out": SHARE,
-        "equal": SHARE,
+        name: Packing.of(
+            v for m in maps for model in m.models for row in getattr(model, name) or () for v in row
+        )
+        for name in levels
     }
     kinds = []
     for one in maps:

@@ -19,7 +19,7 @@ Child = object
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
-_VOID = frozenset({"meta", "link", "br", "img", "input"})
+_VOID = frozenset({"meta", "link", "br", "img", "input", "source"})
 _SHAPES = frozenset({"rect", "path", "circle", "line", "use"})
 
 
@@ -48,6 +48,11 @@ def escaped(value: object) -> Markup:
 def join(children: Iterable[Child]) -> Markup:
     """Return several children as one piece of markup."""
     return Markup("".join(map(escaped, children)))
+
+
+def breaking(name: str) -> Markup:
+    """Return a name that may break behind its dots and underscores."""
+    return Markup(re.sub(r"(?<=[._])(?=[^._])", "<wbr>", escaped(name)))
 
 
 def tag(name: str, /, *children: Child, **attributes: object) -> Markup:

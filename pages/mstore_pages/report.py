@@ -118,7 +118,7 @@ def _parts(summary: SnapshotSummary, typed: Typed) -> Iterator[Part]:
             else "No tensor changed."
             if "tensors" not in summary.gaps and "change" not in summary.gaps
             else None,
-            *([sections.tensors(summary.tensors)] if summary.tensors else []),
+            *([sections.tensors(summary.tensors, summary.base)] if summary.tensors else []),
             gap="tensors" if "tensors" in summary.gaps else "change",
         )
     if summary.similarity is not None:
@@ -132,25 +132,26 @@ def _parts(summary: SnapshotSummary, typed: Typed) -> Iterator[Part]:
     yield part(
         "blocks",
         "Blocks",
-        "What the store keeps for this snapshot. A block that is in several models is stored once.",
+        "What the store keeps for this snapshot: blocks of tensors, and of other files, such as "
+        "the tokenizer. A block that is in several models, or several times in one, is stored "
+        "once, by the hash of its bytes.",
         *(sections.blocks(summary.blocks, summary.snapshot) if summary.blocks else ()),
     )
     yield part(
         "notes",
         "Notes and evaluations",
         None if summary.snapshot.notes else "Nothing was noted about this snapshot.",
-        *sections.notes(summary.snapshot),
+        *sections.notes(summary.snapshot, summary.lineage),
     )
     if plan is not None:
         yield part(
             "recipe",
             "Recipe",
-            "The same merge, as mergekit and mstore read it.",
-            *(sections.recipe(summary.recipe) if summary.recipe else ()),
+            "The models and the method, as mergekit and mstore read them.",
+            *(sections.recipe(summary.recipe, plan, typed) if summary.recipe else ()),
         )
     if summary.warnings:
-        items = (tag("li", typed(one)) for one in summary.warnings)
-        yield part("warnings", "Warnings", None, tag("ul", *items, class_="warnings"))
+        yield part("warnings", "Warnings", None, sections.warnings(summary.warnings, typed))
 
 
 def _comparison_parts(summary: ComparisonSummary, typed: Typed) -> Iterator[Part]:
@@ -178,7 +179,7 @@ def _comparison_parts(summary: ComparisonSummary, typed: Typed) -> Iterator[Part
             "tensors",
             "Tensors that differ most",
             f"The {len(summary.tensors)} tensors with the largest change.",
-            sections.tensors(summary.tensors),
+            sections.tensors(summary.tensors, summary.name_a),
         )
     if summary.similarity is not None:
         yield part(

@@ -54,38 +54,28 @@
     });
   }
 
-  function unpacked(text, packing) {
-    const values = [];
-    if (packing.is_short) {
-      for (const letter of text) {
-        const step = ALPHABET.indexOf(letter);
-        values.push(step === 0 ? null : (step - 1) / 62);
-      }
-      return values;
+  // As heatmap.py packs them: each is a place among the numbers in use, which have three digits.
+  function unpacked(text, {letters, low, decades, steps}) {
+    const known = [null, 0], all = 900 * decades;
+    let code = 0;
+    for (const step of steps) {
+      code += step;
+      const n = code % all;
+      known.push(Number(`${code < all ? "" : "-"}${100 + n % 900}e${low + Math.floor(n / 900)}`));
     }
-    for (let at = 0; at < text.length; at += 2) {
-      const step = ALPHABET.indexOf(text[at]) * 64 + ALPHABET.indexOf(text[at + 1]);
-      const part = (step - 2) / 4093;
-      if (step === 0) values.push(null);
-      else if (step === 1) values.push(0);
-      else if (packing.is_log) values.push(packing.low * (packing.high / packing.low) ** part);
-      else values.push(packing.low + (packing.high - packing.low) * part);
+    text = text.replace(/(.)~(\d+)\./g, (_, letter, count) => letter.repeat(count));
+    const values = [];
+    for (let at = 0; at < text.length; at += letters) {
+      let place = 0;
+      for (const letter of text.slice(at, at + letters)) place = place * 64 + ALPHABET.indexOf(letter);
+      values.push(known[place]);
     }
     return values;
   }
 
-  function told(value, measure) {
-    // A short packing rounds all but nothing and everything.
-    if (!measure.packing.is_short || value === null || value === 0 || value === 1) {
-      return percent(value);
-    }
-    return "~ " + percent(Math.round(100 * value) / 100);
-  }
-
   function percent(value) {
     if (value === null) return "\u2013";
-    const scaled = 100 * value, size = Math.abs(scaled);
-    const text = size >= 100 ? scaled.toFixed(0) : size < 5e-5 ? "0" : String(Number(scaled.toPrecision(3)));
+    const text = String(Number((100 * value).toPrecision(3)));
     return text.replaceAll("-", "\u2212") + "\u00a0%";
   }
 
@@ -103,11 +93,13 @@
     const readout = document.getElementById("map-readout");
     const boxes = [...document.querySelectorAll(".map")];
     let shown = [];
+    for (const option of measure.options) option.dataset.name = option.textContent;
 
     function offer() {
       // Of the result, only its change and equal blocks are known.
       for (const option of measure.options) {
         option.disabled = data.kinds.every(kind => kind[option.value][model.value] === null);
+        option.textContent = option.dataset.name + (option.disabled ? " (choose an expert first)" : "");
       }
       if (measure.selectedOptions[0].disabled) measure.value = "change";
     }
@@ -142,14 +134,14 @@
         [...table.tBodies[0].rows].forEach((row, layer) => {
           [...row.cells].slice(1).forEach((cell, part) => {
             const value = values[part * across + layer];
-            cell.textContent = told(value, chosen);
+            cell.textContent = percent(value);
             cell.className = classOf(value, chosen) ?? "";
           });
         });
         return values;
       });
       const what = model.selectedOptions[0].textContent + ": "
-        + measure.selectedOptions[0].textContent;
+        + measure.selectedOptions[0].dataset.name;
       document.querySelectorAll(".map-title").forEach(one => { one.textContent = what; });
     }
 
@@ -157,7 +149,7 @@
       const kind = data.kinds[number], across = kind.layers.length;
       if (at < 0 || at >= across) return;
       const where = kind.layers[at] === "" ? "" : `${kind.kind} ${kind.layers[at]}, `;
-      readout.textContent = `${where}${kind.parts[row]}: ${told(shown[number][row * across + at], data.measures[measure.value])}`;
+      readout.textContent = `${where}${kind.parts[row]}: ${percent(shown[number][row * across + at])}`;
     }
 
     boxes.forEach((box, number) => {
@@ -188,7 +180,14 @@
     draw();
   }
 
+  // A picture that is wider than the window shows its subject first.
+  function shows(box) {
+    const place = box.closest(".scroll"), right = box.getBoundingClientRect().right;
+    if (place) place.scrollLeft = right - place.getBoundingClientRect().right + 16;
+  }
+
   document.querySelectorAll("table.sortable").forEach(sorts);
+  document.querySelectorAll(".chosen-box").forEach(shows);
   document.querySelectorAll("button[data-of]").forEach(copies);
   const source = document.getElementById("map-data");
   if (source) maps(source);

@@ -244,8 +244,8 @@ def _method_remarks(plan: Plan, sources: PlanInputs, *, leaves_out: bool) -> lis
     if estimated and plan.error_estimate and leaves_out:
         # Figures of bench/estimates.py.
         why = (
-            "real errors were 0.1 to 4.3 times it where experts were trained or random, and can be "
-            "far larger where heavy ones cancel"
+            "with trained and random experts the real error was 0.1 to 4.3 times the estimate, and "
+            "it can be far larger where large changes cancel"
         )
         own = (operation.selection.estimated for operation in used)
         why = next((told for told in own if told is not None), why)
