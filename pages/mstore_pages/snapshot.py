@@ -91,7 +91,7 @@ def snapshot_page(links: Links, place: SnapshotPath, shown: ShownSnapshot) -> st
             "notes",
             "Notes and evaluations",
             None if one.notes else "Nothing was noted about this snapshot.",
-            *notes(one),
+            *notes(one, shown.lineage),
         ),
         None if one.pruned else _files(links, place, shown.files),
         section(
