@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         StorageFailed,
         Unavailable,
         Unreadable,
+        WrongCommand,
     )
     from mstore.terms.ids import BlockId, ManifestId, NoteId, PlanId, SnapshotId, TensorId
     from mstore.terms.requests import MergeRequest, RecipeRequest, TensorRule, TokenRow, Vocabulary
@@ -72,6 +73,7 @@ __all__ = [
     "Unavailable",
     "Unreadable",
     "Vocabulary",
+    "WrongCommand",
     "__version__",
 ]
 
@@ -81,7 +83,7 @@ _MODULES = {
         *("BadCheckpoint", "BadName", "BadRequest", "BudgetExceeded", "CommandFailed", "Conflict"),
         *("Corrupt", "GateFailed"),
         *("Incompatible", "Interrupted", "InvalidInput", "MstoreError", "NotFound"),
-        *("RemoteAway", "StorageFailed", "Unavailable", "Unreadable"),
+        *("RemoteAway", "StorageFailed", "Unavailable", "Unreadable", "WrongCommand"),
     ),
     "mstore.terms.ids": ("BlockId", "ManifestId", "NoteId", "PlanId", "SnapshotId", "TensorId"),
     "mstore.terms.requests": (

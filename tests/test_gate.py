@@ -18,7 +18,16 @@ from cli_runs import Program
 from families import BLOCK
 from test_evaluations import MOUNTED, a_word, running, wait_until
 
-from mstore import BadRequest, Conflict, Gate, GateFailed, MergeRequest, NotFound, Store
+from mstore import (
+    BadRequest,
+    Conflict,
+    Gate,
+    GateFailed,
+    MergeRequest,
+    NotFound,
+    Store,
+    WrongCommand,
+)
 from mstore.judging.gate import Minimum, parse_minimum
 from mstore.judging.pairing import p_value
 from mstore.judging.scores import Samples
@@ -83,6 +92,7 @@ def test_a_candidate_that_passes_moves_the_branch(store: Store) -> None:
     name, snapshot = merge(store)
     report = store.move_if_passed(name, was, [saying(0.7, "acc=0.61")])
     assert (report.moved, report.kept, report.name) == (True, False, "m")
+    assert store.reflog("m")[0].action == "merge: linear, passed g"
     assert store["m"].id == snapshot
     assert store.refs("m")[0].kind == "branch"
     assert store.candidates() == []
@@ -110,16 +120,15 @@ def test_one_that_does_not_pass_moves_nothing(store: Store, keeps: bool) -> None
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("sleep {word}", "took longer than 1 seconds"),
-        ("setsid sleep {word} & exec sleep {word}", "took longer than 1 seconds"),
-        ("true", "wrote no such file"),
+        ("sleep {word}", "took longer than 1 second,"),
+        ("setsid sleep {word} & exec sleep {word}", "took longer than 1 second,"),
         ("exit 9", "ended with status 9"),
         ("kill -9 $$", "ended with signal 9"),
         ("echo x > $MSTORE_DIR/config.json; echo '{{\"acc\": 1}}' > r.json", "changed the files"),
     ],
 )
 def test_commands_that_judge_nothing(store: Store, script: str, why: str) -> None:
-    """A command that hangs, forks, changes the files, fails, or says nothing does not pass."""
+    """A command that hangs, forks, changes the files, or fails does not pass."""
     word, was = a_word(), store["m"].id
     name, snapshot = merge(store)
     words = ["sh", "-c", script.format(word=word)]
@@ -131,6 +140,34 @@ def test_commands_that_judge_nothing(store: Store, script: str, why: str) -> Non
     assert not running(word)
     (verdict,) = (one for one in store.notes_of(snapshot) if one.kind == "verdict")
     assert verdict.value["passed"] is False
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["/no/such/program", "{}"], "cannot be started"),
+        (["true", "{}"], "wrote no such file"),
+        (["sh", "-c", 'echo "{\\"f1\\": {\\"mean\\": 1}}" > r.json'], "; it has f1.mean"),
+        ([PYTHON, "score.py", "{}"], "ended with status 2"),
+    ],
+)
+def test_a_wrong_command_is_no_verdict(
+    store: Store, words: list[str], why: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that does not start, or leaves no such score, is an error: nothing is noted, and
+    the candidate goes unless it is to be kept."""
+    monkeypatch.chdir(store.path.parent)
+    Path("score.py").touch()
+    was = store["m"].id
+    name, snapshot = merge(store)
+    gate = Gate.of(words, name="g", minimums=["acc=0.5"])
+    with pytest.raises(WrongCommand, match=why) as refused:
+        store.move_if_passed(name, was, [gate], keep_failed=keeps)
+    assert ('write "$PWD/score.py"' in str(refused.value.hint)) == ("score.py" in words)
+    assert store["m"].id == was
+    assert [one.candidate for one in store.candidates()] == [name] * keeps
+    assert store.judged(snapshot) == []
 
 
 def test_gates_run_in_order_until_one_says_no(store: Store) -> None:
@@ -271,11 +308,29 @@ def test_texts_of_least_scores(text: str, expected: Minimum) -> None:
     assert parse_minimum(str(expected)) == expected
 
 
-@pytest.mark.parametrize("text", ["", "acc", "=0.5", "acc=", "acc>0.5"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "acc", "=0.5", "acc=", "acc>0.5", "acc==0.5", "acc>>=0.5", "acc=>1", "acc>=base*0.9"],
+)
 def test_what_is_no_least_score(text: str) -> None:
-    """What has no score, no sign or no limit is refused."""
-    with pytest.raises(BadRequest):
+    """What has no score, no limit, or another sign is refused."""
+    with pytest.raises(BadRequest, match="not a limit"):
         parse_minimum(text)
+
+
+def test_the_first_snapshot_of_a_branch(store: Store) -> None:
+    """A limit by the previous snapshot asks nothing where there is none, and the verdict says so;
+    a limit by a base that the snapshot does not have is an error."""
+    (verdict,) = store.judge("base", [saying(0.1, "acc>=previous")])
+    (one,) = verdict.comparisons
+    assert (verdict.passed, one.limit, one.reference_value) == (True, None, None)
+    from mstore_cli.judging import described
+
+    assert described(one) == "acc 0.1: there is no previous snapshot yet, so it has no limit"
+    with Store.init(store.path.parent / "other", block_size=BLOCK) as other:
+        other.add(store.path.parent / "base", name="x")
+        with pytest.raises(NotFound):
+            other.judge("x", [saying(0.1, "acc>=base")])
 
 
 def test_a_limit_by_another_snapshot(store: Store, tmp_path: Path) -> None:
@@ -528,9 +583,14 @@ def test_settings_of_gates(store: Store) -> None:
 def test_merge_with_a_check(mstore: Program, copied: Path) -> None:
     """A merge that is worse is refused with status 3, one that is better moves the branch."""
     command = f"{PYTHON} -c '{WRITE}'"
+    quiet = mstore("merge", *MERGE, "--name", "m", "--check", "false {}", "-q")
+    assert (quiet.status, quiet.out) == (3, "")
+    shown = mstore("merge", *MERGE, "--name", "new", "--check", "test 1 = 2")
+    assert "new was not made" in shown.out
+    assert "nothing in test 1 = 2 names the snapshot" in shown.err
     worse = mstore("merge", *MERGE, "--name", "m", "--check", command, "--min", "acc=2", "--json")
     assert worse.status == 3
-    assert worse.document["moved"] is False
+    assert (worse.document["moved"], worse.document["kept"]) == (False, False)
     assert worse.document["verdicts"][0]["comparisons"][0]["held"] is False
     with Store.open(copied / "store") as store:
         assert store["m"].id == store["base"].id
@@ -553,17 +613,24 @@ def test_candidates_are_listed_and_dropped(mstore: Program) -> None:
     assert mstore("gate", "drop", "m").status == 2
     mstore.succeed("gate", "drop", found["candidate"])
     assert mstore.succeed("gate", "--quiet").out == ""
+    gone = mstore("gate", "drop", found["candidate"])
+    assert (gone.status, gone.err.rstrip().endswith(" gate")) == (1, True)
+    told = mstore.succeed("gate", "run", "base", "--check", "true {}").out
+    assert told.splitlines()[0] == "passed true {}"
+    assert "= passed\n" in mstore.succeed("log", "base", "--notes").out
 
 
 def test_add_and_push_with_a_check(mstore: Program, copied: Path) -> None:
     """`add` makes a branch only of what passes, and `push` sends nothing that does not."""
     new = copied / "e0"
-    assert mstore("add", new, "--name", "x", "--check", "false {}").status == 3
+    refused = mstore("add", new, "--name", "x", "--check", "false {}")
+    assert (refused.status, ", which is dropped" in refused.out) == (3, True)
     assert "x" not in mstore.succeed("refs", "-q").lines
     mstore.succeed("add", new, "--name", "x", "--check", "test -f {}/config.json")
     mstore.succeed("remote", "add", "origin", f"file://{copied}/remote")
     refused = mstore("push", "origin", "x", "--check", "false {}", "--json")
     assert (refused.status, refused.document["moved"]) == (3, [])
+    assert "x did not pass false {}" in mstore("push", "origin", "x", "--check", "false {}").out
     done = mstore.succeed("push", "origin", "x", "--check", "true {}", "--json")
     assert [one["name"] for one in done.document["moved"]] == ["x"]
 
@@ -676,6 +743,9 @@ def test_what_goes_not_together(mstore: Program, copied: Path) -> None:
         ("gate", "require", "prod/*"),
     ):
         assert mstore(*line).status == 2, line
+    settings(copied, "true {}")
+    named = mstore("merge", *MERGE, "--name", "m", "--check", "quality", "--min", "acc=1")
+    assert (named.status, "write the limits into [gates.quality]" in named.err) == (2, True)
     unknown = ("merge", *MERGE, "--name", "m", "--check", "true {}", "--min", "acc>=nothing")
     done = mstore(*unknown)
     assert (done.status, "nothing: no such ref" in done.err) == (1, True)

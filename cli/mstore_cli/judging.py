@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 from msgspec.structs import replace
 
@@ -174,10 +174,11 @@ class Checks:
         """
         commands = [text for text in self.check if not _is_name(text)]
         if (self.least or self.check_score or self.check_timeout) and len(commands) != 1:
-            raise UsageError(
-                "--min, --check-score and --check-timeout are about one command of --check",
-                hint="--check 'COMMAND {}'",
-            )
+            self._refuse_limits(commands)
+        for words in map(_words, commands):
+            if not any("{}" in word or "MSTORE_DIR" in word for word in words):
+                text = f"--check: nothing in {shlex.join(words)} names the snapshot"
+                remarks([f"{text}: {{}} is its directory, and so is $MSTORE_DIR"])
         found = {one.name: one for one in map(self._gate, self.check)}
         for name in names:
             for gate in store.required_gates(name):
@@ -186,22 +187,44 @@ class Checks:
                     found[gate] = _known(gate, f"{name} is guarded by the gate {gate}")
         return list(found.values())
 
+    def _refuse_limits(self, commands: Sequence[str]) -> NoReturn:
+        """Say where limits go that cannot be given to one command."""
+        options = "--min, --check-score and --check-timeout"
+        if commands:
+            raise UsageError(
+                f"{options} are for one command, and --check gives {len(commands)}",
+                hint=f"give each a table [gates.NAME] with its limits in {user_config.path()}, and "
+                "name them: --check NAME",
+            )
+        if self.check:
+            name = self.check[0]
+            raise UsageError(
+                f"{options} are for a command, and {name} is a gate of your settings",
+                hint=f"write the limits into [gates.{name}] of {user_config.path()}: "
+                'min = ["acc>=0.6"]',
+            )
+        raise UsageError(f"{options} are for a command", hint="add --check 'COMMAND {}'")
+
     def _gate(self, text: str) -> Gate:
         from mstore.judging.gate import Gate
 
         if _is_name(text):
             return _known(text, f"no gate is called {text}")
-        try:
-            words = shlex.split(text)
-        except ValueError as error:
-            raise UsageError(f"--check: {str(error).lower()}: {text!r}") from None
         timeout = self.check_timeout
         return Gate.of(
-            words,
+            _words(text),
             scores=self.check_score,
             minimums=self.least,
             timeout=None if timeout is None else seconds_of(timeout),
         )
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a command.  Raises UsageError."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--check: {str(error).lower()}: {text!r}") from None
 
 
 def _is_name(text: str) -> bool:
@@ -332,10 +355,14 @@ def own_key() -> SigningKey | None:
     return load_key(Path(file), lambda: ask_passphrase(Path(file)))
 
 
-def draw_verdicts(screen: Screen, verdicts: Sequence[VerdictReport]) -> None:
-    """Print what gates said."""
+def draw_verdicts(
+    screen: Screen, verdicts: Sequence[VerdictReport], ref: str | None = None
+) -> None:
+    """Print what gates said, each with the ref where there may be several."""
     for verdict in verdicts:
         said = "passed" if verdict.passed else "did not pass"
+        if ref is not None:
+            said = f"{ref} {said}"
         style = "green" if verdict.passed else "red"
         screen.line(f"{said} {verdict.gate}", style=style)
         if verdict.reason is not None:
@@ -347,6 +374,8 @@ def draw_verdicts(screen: Screen, verdicts: Sequence[VerdictReport]) -> None:
 def described(one: CheckedScore) -> str:
     """Describe one score and its limit in a line."""
     text = f"{one.score} {one.value:.6g}"
+    if one.limit is None:
+        return f"{text}: there is no {one.reference} snapshot yet, so it has no limit"
     text += f" is {'' if one.held else 'not '}{one.sign} {one.limit:.6g}"
     if one.reference is not None:
         text += f"; {one.reference} has {one.reference_value:.6g}"
@@ -362,7 +391,19 @@ def with_verdicts(report: Report, outcome: GateReport | None) -> dict[str, objec
 
     verdicts = () if outcome is None else outcome.verdicts
     moved = outcome is None or outcome.moved
-    return {**fields(report), "verdicts": verdicts, "moved": moved}
+    kept = outcome is not None and outcome.kept
+    return {**fields(report), "verdicts": verdicts, "moved": moved, "kept": kept}
+
+
+def ids_of(snapshot: SnapshotId, outcome: GateReport | None) -> list[SnapshotId]:
+    """Return the snapshot to print with --quiet: none, for a candidate that was dropped."""
+    return [snapshot] if outcome is None or outcome.moved or outcome.kept else []
+
+
+def dropped_told(outcome: GateReport | None) -> str:
+    """Return what to add to the line of a snapshot whose candidate was dropped."""
+    is_dropped = outcome is not None and not (outcome.moved or outcome.kept)
+    return ", which is dropped" if is_dropped else ""
 
 
 def end(outcome: GateReport | None) -> None:
@@ -378,6 +419,7 @@ def draw_outcome(screen: Screen, outcome: GateReport | None) -> None:
     draw_verdicts(screen, outcome.verdicts)
     if outcome.moved:
         return
-    screen.line(f"{outcome.name} stays where it was", style="red")
+    became = "was not made" if outcome.was is None else "stays where it was"
+    screen.line(f"{outcome.name} {became}", style="red")
     if outcome.kept:
         screen.command("to drop the candidate", f"mstore gate drop {outcome.candidate}")

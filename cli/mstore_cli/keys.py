@@ -196,6 +196,7 @@ _MERGE_TO_COME = (
 _VERDICTS = (
     Key("verdicts", "list of verdict", "what the gates of --check said; empty without it"),
     Key("moved", "true or false", "whether the branch moved; false: a gate said no"),
+    Key("kept", "true or false", "whether a candidate that did not pass is still a ref"),
 )
 DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "init": (

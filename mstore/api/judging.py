@@ -51,8 +51,9 @@ class Judging(OpenStore):
         out into a scratch directory.
         output: a descriptor for what the command prints; None drops it.
 
-        Raises CommandFailed (it does not start, fails, hangs, leaves no score, or changes the
-        files; then nothing is noted), NotFound, BadRequest, Conflict, StorageFailed, Unavailable.
+        Raises CommandFailed (it fails, hangs or changes the files) or WrongCommand (it does not
+        start, or leaves no such score), and then nothing is noted; NotFound, BadRequest, Conflict,
+        StorageFailed, Unavailable.
         """
         from mstore.judging.evaluation import Command, evaluate
 
@@ -90,10 +91,11 @@ class Judging(OpenStore):
         gates: what `Gate.of` makes of a command and least scores.
         show, output: as for `evaluate`. key: signs the verdicts.
 
-        A command that fails, hangs or leaves no score says no.
+        A command that fails or hangs says no.
 
-        Raises NotFound (also: a reference of a least score), BadRequest, Conflict, StorageFailed,
-        Unavailable.
+        Raises WrongCommand (one does not start, or leaves no such score: that is no verdict, and
+        nothing is noted), NotFound (also: a reference of a least score), BadRequest, Conflict,
+        StorageFailed, Unavailable.
         """
         from mstore.judging.gate import judge
 

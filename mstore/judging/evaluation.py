@@ -36,7 +36,7 @@ from mstore.judging.scores import (
 from mstore.snapshots import notes
 from mstore.store.catalog import Catalog
 from mstore.store.objects.note import COUNTS, EVALUATION, Note, packed, states
-from mstore.terms.errors import BadRequest, CommandFailed
+from mstore.terms.errors import BadRequest, CommandFailed, WrongCommand
 from mstore.terms.ids import NoteId, SnapshotId
 from mstore.terms.phrases import Option, is_text
 from mstore.terms.report import Report
@@ -176,8 +176,9 @@ def judgement_on(
 
     output: a descriptor that gets what the command prints.
 
-    Raises CommandFailed if it does not end by itself, fails though it was to leave scores, leaves
-    none, or changes the snapshot's files; and what `show` raises.
+    Raises WrongCommand if it cannot be started, names a file of the caller's directory, or leaves
+    other scores than were named; CommandFailed if it does not end by itself, fails though it was to
+    leave scores, or changes the snapshot's files; and what `show` raises.
     """
     with fs.scratch() as scratch:
         directory = scratch / "out"
@@ -186,19 +187,24 @@ def judgement_on(
         log = scratch / "log"
         with show(snapshot, scratch) as shown:
             words = command.in_directory(shown)
-            ended = run(
-                words,
-                directory=directory,
-                environment={"MSTORE_DIR": str(shown), "MSTORE_OUT": str(directory)},
-                timeout=command.timeout,
-                log=log,
-                output=output,
-                scratch=scratch,
-            )
+            try:
+                ended = run(
+                    words,
+                    directory=directory,
+                    environment={"MSTORE_DIR": str(shown), "MSTORE_OUT": str(directory)},
+                    timeout=command.timeout,
+                    log=log,
+                    output=output,
+                    scratch=scratch,
+                )
+            except WrongCommand as error:
+                error.advise(_hint(command))
+                raise
         hint = _hint(command) if ended.status else None
         if ended.status < 0 or (ended.status and (command.scores or hint)):
             by = f"signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
-            raise CommandFailed(f"ended with {by}{_last_words(log)}", where=words[0], hint=hint)
+            kind = WrongCommand if hint else CommandFailed
+            raise kind(f"ended with {by}{_last_words(log)}", where=words[0], hint=hint)
         if not command.scores:
             scores = {PASSED: float(ended.status == 0)}
             return Judgement(command, scores, ended.status, ended.seconds)
@@ -229,8 +235,9 @@ def _last_words(log: Path) -> str:
 
 def _hint(command: Command) -> str | None:
     """Say where the command ran, if it names a file that is elsewhere."""
-    named = next((one for one in command.words[1:] if os.path.isfile(one)), None)
-    if named is None or os.path.isabs(named):
+    relative = (one for one in command.words if not os.path.isabs(one) and os.path.isfile(one))
+    named = next(relative, None)
+    if named is None:
         return None
     return f'it runs in a directory of its own: write "$PWD/{named}" for {named}'
 

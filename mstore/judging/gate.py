@@ -32,13 +32,14 @@ from mstore.store.catalog import Catalog
 from mstore.store.gates import gate_of, verdict_key
 from mstore.store.objects.note import VERDICT, Note
 from mstore.store.objects.snapshot import BASE, PREVIOUS
-from mstore.terms.errors import BadRequest, CommandFailed, NotFound
+from mstore.terms.errors import BadRequest, CommandFailed, NotFound, WrongCommand
 from mstore.terms.ids import NoteId, SnapshotId
 from mstore.terms.phrases import Option
 from mstore.terms.report import Report, fields
 
 _MINIMUM = re.compile(r"(?P<score>.+?)\s*(?P<sign>>=|<=|=)\s*(?P<limit>\S.*)")
 _REFERENCE = re.compile(r"(?P<ref>.*?\S)\s*(?P<offset>[+-]\s*[0-9.]+(?:e[+-]?[0-9]+)?)?")
+_SIGNS = re.compile(r"[<>=*]")
 ROLES = (BASE, PREVIOUS)
 """Words that name a parent of the judged snapshot, where no ref has that name."""
 
@@ -67,7 +68,8 @@ def parse_minimum(text: str) -> Minimum:
     BadRequest.
     """
     found = _MINIMUM.fullmatch(text.strip())
-    if found is not None:
+    is_clear = found is not None and not _SIGNS.search(found["score"] + found["limit"])
+    if found is not None and is_clear:
         sign = ">=" if found["sign"] == "=" else found["sign"]
         number = _number(found["limit"])
         if number is not None:
@@ -77,9 +79,9 @@ def parse_minimum(text: str) -> Minimum:
         if parts is not None and offset is not None:
             return Minimum(found["score"], sign, parts["ref"], offset)
     raise BadRequest(
-        f"no least score: {quoted(text)}",
+        f"not a limit: {quoted(text)}; its sign is =, >= or <=, and REF takes + or - a number",
         where=Option("min"),
-        hint="write acc=0.61, loss<=2.5 or acc>=REF-0.01",
+        hint="write acc=0.61, 'loss<=2.5' or 'acc>=REF-0.01'",
     )
 
 
@@ -142,8 +144,8 @@ class CheckedScore(Report, frozen=True):
     """what it is"""
     sign: str
     """>=: it must be at least the limit; <=: at most"""
-    limit: float
-    """the limit"""
+    limit: float | None
+    """the limit; None, which every score holds, if there is no previous snapshot to compare with"""
     reference: str | None
     """the revision whose score the limit is made of; None for a number"""
     reference_value: float | None
@@ -250,14 +252,15 @@ def judge(
 ) -> VerdictReport:
     """Run a gate's command on a snapshot, compare its scores, and note the verdict.
 
-    A command that fails, hangs or leaves no score gives a verdict, too: not passed. key: signs it.
-    Raises NotFound (a reference), BadRequest, and what `show` and notes raise.
+    A command that fails or hangs gives a verdict, too: not passed. key: signs it. Raises
+    WrongCommand (then nothing is noted), NotFound (a reference), BadRequest, and what `show` and
+    notes raise.
     """
     began = time.monotonic()
     references = {
-        one.reference: _reference(catalog, snapshot, one.reference)
+        one.reference: found
         for one in gate.minimums
-        if one.reference
+        if one.reference and (found := _reference(catalog, snapshot, one.reference)) is not None
     }
     evaluation, reason = None, None
     comparisons: tuple[CheckedScore, ...] = ()
@@ -271,6 +274,8 @@ def judge(
         comparisons = tuple(_compared(catalog, one, evaluation, theirs) for one in gate.minimums)
         if evaluation.exit_status:
             reason = f"the command ended with status {evaluation.exit_status}"
+    except WrongCommand:
+        raise
     except CommandFailed as failed:
         reason = str(failed)
     passed = reason is None and all(one.held for one in comparisons)
@@ -299,14 +304,17 @@ def judge(
     )
 
 
-def _reference(catalog: Catalog, snapshot: SnapshotId, name: str) -> SnapshotId:
-    """Return the snapshot that a minimum names.  Raises NotFound, BadName."""
+def _reference(catalog: Catalog, snapshot: SnapshotId, name: str) -> SnapshotId | None:
+    """Return the snapshot that a minimum names; None for the previous one of a branch's first.
+
+    Raises NotFound, BadName.
+    """
     try:
         return catalog.resolve(name)
     except NotFound:
         parents = catalog.snapshot(snapshot).parents if name in ROLES else ()
         found = next((one.snapshot_id() for one in parents if one.role == name), None)
-        if found is None:
+        if found is None and name != PREVIOUS:
             raise
         return found
 
@@ -318,10 +326,12 @@ def _compared(
     theirs: Mapping[str, EvaluationReport],
 ) -> CheckedScore:
     value, other = evaluation.scores[minimum.score], theirs.get(minimum.reference)
-    limit = minimum.offset
+    limit: float | None = minimum.offset
     p, count = None, None
-    if other is not None:
-        limit += other.scores[minimum.score]
+    if other is None and minimum.reference:
+        limit = None
+    elif other is not None:
+        limit = minimum.offset + other.scores[minimum.score]
         mine, its = (_samples(catalog, one, minimum.score) for one in (evaluation, other))
         if mine is not None and its is not None:
             p, count = p_value(mine, its), len(mine.values)
@@ -332,7 +342,7 @@ def _compared(
         limit=limit,
         reference=minimum.reference or None,
         reference_value=None if other is None else other.scores[minimum.score],
-        held=value >= limit if minimum.sign == ">=" else value <= limit,
+        held=limit is None or (value >= limit if minimum.sign == ">=" else value <= limit),
         samples=None if p is None else count,
         p_value=p,
         distinguishable=None if p is None else p < ALPHA,

@@ -14,7 +14,7 @@ from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.refs import refs_in
 from mstore.store.transaction import RefMove, choose_moves
-from mstore.terms.errors import Conflict
+from mstore.terms.errors import Conflict, WrongCommand
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call, phrase
 from mstore.terms.report import Report
@@ -29,6 +29,8 @@ class GateReport(Report, frozen=True):
     """the candidate's name; it is gone unless it was kept"""
     snapshot: SnapshotId
     """the candidate's snapshot"""
+    was: SnapshotId | None
+    """where the branch was; None: there was none"""
     moved: bool
     """whether the branch is there now"""
     kept: bool
@@ -58,8 +60,12 @@ def move_if_passed(
         verdicts = judge()
         passed = all(one.passed for one in verdicts)
         if passed:
-            _promote(catalog, candidate, name, was, snapshot)
+            gates = ", ".join(one.gate for one in verdicts)
+            _promote(catalog, candidate, name, was, snapshot, f"passed {gates}")
         keeps = keep_failed and not passed
+    except WrongCommand:
+        keeps = keep_failed
+        raise
     finally:
         if not keeps:
             _drop(catalog, candidate)
@@ -67,6 +73,7 @@ def move_if_passed(
         name=name,
         candidate=candidate,
         snapshot=snapshot,
+        was=was,
         moved=passed,
         kept=keeps,
         verdicts=verdicts,
@@ -74,9 +81,17 @@ def move_if_passed(
 
 
 def _promote(
-    catalog: Catalog, candidate: str, name: str, was: SnapshotId | None, snapshot: SnapshotId
+    catalog: Catalog,
+    candidate: str,
+    name: str,
+    was: SnapshotId | None,
+    snapshot: SnapshotId,
+    passed: str,
 ) -> None:
-    """Point a branch at its candidate's snapshot, and remove the candidate, in one commit."""
+    """Point a branch at its candidate's snapshot, and remove the candidate, in one commit.
+
+    passed: what the reflog says beside what made the candidate.
+    """
 
     def choose(transaction: IndexTransaction) -> list[RefMove]:
         known = refs_in(catalog.index, transaction)
@@ -90,7 +105,8 @@ def _promote(
                 hint=phrase("{reflog}, then run it again", reflog=call("reflog", name)),
             )
         new = refs.Ref(refs.BRANCH, bytes(snapshot))
-        moves = [] if new == current else [RefMove(name, current, new, f"gate: {candidate}")]
+        action = f"{known.reflog(candidate)[-1].action}, {passed}"
+        moves = [] if new == current else [RefMove(name, current, new, action)]
         return [*moves, RefMove(candidate, mine, None, "gate")]
 
     choose_moves(catalog, choose)

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from mstore.terms.errors import CommandFailed, Unavailable
+from mstore.terms.errors import CommandFailed, Unavailable, WrongCommand
 
 PROGRAM: Final = Path(__file__).with_name("supervisor_program.py")
 GRACE: Final = 30.0
@@ -58,8 +58,8 @@ def run(
     gets its output, unless `output`, a descriptor, does. scratch: a directory to remove if this
     process is killed meanwhile. KeyboardInterrupt ends it, too.
 
-    Raises CommandFailed if it cannot be started, takes longer than `timeout`, or leaves a process
-    that cannot be killed; Unavailable.
+    Raises WrongCommand if it cannot be started, CommandFailed if it takes longer than `timeout`, or
+    leaves a process that cannot be killed; Unavailable.
     """
     if not sys.executable:
         raise Unavailable("a command needs a Python to watch it, and this program names none")
@@ -110,9 +110,10 @@ def run(
     answer = _answer_of(told)
     shown = command[0]
     if answer.refused is not None:
-        raise CommandFailed(f"cannot be started: {answer.refused}", where=answer.file or shown)
+        raise WrongCommand(f"cannot be started: {answer.refused}", where=answer.file or shown)
     if answer.timed_out:
-        raise CommandFailed(f"took longer than {timeout:g} seconds, and was ended", where=shown)
+        seconds = f"{timeout:g} second{'' if timeout == 1 else 's'}"
+        raise CommandFailed(f"took longer than {seconds}, and was ended", where=shown)
     if answer.status is None:
         raise CommandFailed("what watched it was killed", where=shown)
     if not answer.ended:

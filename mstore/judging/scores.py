@@ -18,6 +18,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,14 +27,17 @@ from blake3 import blake3
 
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import open_regular, read_range
-from mstore.terms.errors import BadRequest, CommandFailed
-from mstore.terms.phrases import Option
+from mstore.terms.errors import BadRequest, CommandFailed, WrongCommand
+from mstore.terms.phrases import Option, few
 
 MAX_RESULT_BYTES: Final = 64 << 20
 MAX_SAMPLES_BYTES: Final = 1 << 30
 MAX_SAMPLES: Final = 200_000
 MAX_VALUES: Final = 2000
 """Scores of samples that are kept, where they are not all 0 or 1."""
+_MOST_NUMBERS: Final = 100
+_DEEPEST: Final = 6
+"""Of numbers that an error names: how many are looked for, below how many keys."""
 _NAME = re.compile(r"(?P<name>[^=:/*?\[]+)=(?P<rest>.*)", re.DOTALL)
 _SAMPLES = re.compile(r"samples_(?P<task>.+)_[^_]*\.jsonl")
 _HARNESS = ("task_hashes", "versions", "n-samples", "higher_is_better")
@@ -99,15 +103,21 @@ class Written:
         self._before = {file: dict(_regular(file)) for file in elsewhere}
 
     def newest(self, file: str) -> Path:
-        """Return the newest file of this name or pattern.  Raises CommandFailed for none."""
+        """Return the newest file of this name or pattern.  Raises WrongCommand for none."""
         if os.path.isabs(file):
             before = self._before[file]
             found = {path: at for path, at in _regular(file) if before.get(path) != at}
         else:
             found = dict(_regular(os.path.join(glob.escape(str(self._directory)), file)))
         if not found:
-            raise CommandFailed("the command wrote no such file", where=file)
+            raise WrongCommand(f"the command wrote no such file{self._others()}", where=file)
         return Path(max(found, key=lambda path: (found[path].st_mtime_ns, path)))
+
+    def _others(self) -> str:
+        """Tell which files of JSON the command did write in its directory."""
+        pattern = os.path.join(glob.escape(str(self._directory)), "**", "*.json")
+        found = sorted(os.path.relpath(path, self._directory) for path, _ in _regular(pattern))
+        return f"; it wrote {few(found)}" if found else ""
 
     def samples(self) -> Iterator[tuple[str, Path]]:
         """Yield files of single samples, as lm-evaluation-harness names them, with their tasks."""
@@ -167,16 +177,36 @@ def _whole(path: Path, most: int) -> bytes:
 
 
 def number_at(result: ResultFile, score: Score) -> float:
-    """Return the number that a score names.  Raises CommandFailed for what is none."""
+    """Return the number that a score names.
+
+    Raises WrongCommand for what is none, CommandFailed if it is not finite.
+    """
     try:
         value = _found(result.document, score.pointer)
     except LookupError:
-        raise CommandFailed(
-            f"the result has nothing at {quoted(score.pointer)}", where=result.name
-        ) from None
-    if not isinstance(value, bool | int | float) or not math.isfinite(value):
+        what = f"the result has nothing at {quoted(score.pointer)}"
+        raise WrongCommand(what + _numbers_told(result), where=result.name) from None
+    if not isinstance(value, bool | int | float):
+        what = f"no number at {quoted(score.pointer)}"
+        raise WrongCommand(what + _numbers_told(result), where=result.name)
+    if not math.isfinite(value):
         raise CommandFailed(f"no finite number at {quoted(score.pointer)}", where=result.name)
     return float(value)
+
+
+def _numbers_told(result: ResultFile) -> str:
+    """Tell which numbers a result does have."""
+    found = list(islice(_numbers(result.document, ""), _MOST_NUMBERS))
+    return f"; it has {few(found)}" if found else ""
+
+
+def _numbers(value: Any, pointer: str, depth: int = 0) -> Iterator[str]:
+    """Yield pointers to numbers."""
+    if isinstance(value, bool | int | float):
+        yield pointer
+    elif isinstance(value, dict) and depth < _DEEPEST:
+        for key, child in value.items():
+            yield from _numbers(child, f"{pointer}.{key}" if pointer else str(key), depth + 1)
 
 
 def _found(value: Any, pointer: str) -> Any:

@@ -120,8 +120,11 @@ class NoteReport(Report, frozen=True):
         value = self.value
         scores = value.get("scores") if isinstance(value, dict) else None
         if self.kind in (EVALUATION, VERDICT) and isinstance(scores, dict):
-            said = [f"{name} {_number(score)}" for name, score in scores.items()]
-            if self.kind == VERDICT:
+            is_verdict = self.kind == VERDICT
+            # Without other scores, the score `passed` says what the verdict says.
+            told = {k: v for k, v in scores.items() if not (is_verdict and k == "passed")}
+            said = [f"{name} {_number(score)}" for name, score in told.items()]
+            if is_verdict:
                 said.insert(0, "passed" if value.get("passed") is True else "did not pass")
             return ", ".join(said)
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

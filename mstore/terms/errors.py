@@ -14,6 +14,7 @@
     ├── StorageFailed         a file operation failed (carries errno)
     ├── Interrupted           run the same call again: it continues where this one ended
     ├── CommandFailed         a command that judges a snapshot failed, hung, or gave no score
+    │   └── WrongCommand      it cannot be started, or its scores have other names or places
     ├── GateFailed            a ref stays, as the snapshot did not pass a gate that guards it
     └── Unavailable           something outside the store is missing (FUSE, a lock)
         └── RemoteAway        a block is only at a remote, and that does not answer or refuses
@@ -190,6 +191,13 @@ class Interrupted(MstoreError):
 
 class CommandFailed(MstoreError):
     """A command that judges a snapshot could not be started, failed, hung, or gave no score."""
+
+
+class WrongCommand(CommandFailed):
+    """A command that judges cannot be started, or its scores are not where the caller said.
+
+    It says nothing of the snapshot, so no gate takes it for a verdict.
+    """
 
 
 class GateFailed(MstoreError):

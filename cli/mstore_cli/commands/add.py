@@ -14,7 +14,16 @@ from mstore.terms.phrases import few
 from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import Interrupted, UsageError, remarks
-from mstore_cli.judging import Checks, KeepFailed, draw_outcome, end, guarded, with_verdicts
+from mstore_cli.judging import (
+    Checks,
+    KeepFailed,
+    draw_outcome,
+    dropped_told,
+    end,
+    guarded,
+    ids_of,
+    with_verdicts,
+)
 from mstore_cli.options import (
     Argument,
     Codec,
@@ -56,7 +65,8 @@ COLUMNS = (
 
 @command(
     example="mstore add ./llama-base ./llama-math --name-prefix llama/",
-    failure="an error; checkpoints before the failed one are stored",
+    failure="an error; checkpoints before the failed one are stored\n"
+    "  3  a checkpoint did not pass a check; its branch is where it was",
 )
 def add(
     session: Session,
@@ -217,13 +227,15 @@ def add(
     session.warn_if_quiet(text for report in reports for text in report.warnings)
 
     def human(screen: Screen) -> None:
-        _show(screen, reports)
+        _show(screen, reports, outcomes)
         for outcome in outcomes:
             draw_outcome(screen, outcome)
 
-    whole = [with_verdicts(*one) for one in zip(reports, outcomes, strict=True)]
+    made = list(zip(reports, outcomes, strict=True))
+    whole = [with_verdicts(*one) for one in made]
+    ids = [id for report, outcome in made for id in ids_of(report.snapshot, outcome)]
     document = whole[0] if len(named) == 1 else {"added": whole}
-    session.output.emit(document, ids=[report.snapshot for report in reports], human=human)
+    session.output.emit(document, ids=ids, human=human)
     for outcome in outcomes:
         end(outcome)
 
@@ -347,14 +359,14 @@ def _with_stored(hint: Text | None, path: Path, stored: list[AddReport], asked: 
     return joined(hint, told)
 
 
-def _show(screen: Screen, reports: list[AddReport]) -> None:
+def _show(screen: Screen, reports: list[AddReport], outcomes: Sequence[GateReport | None]) -> None:
     if len(reports) > SHOWN_WHOLE:
         _show_rows(screen, reports)
         return
-    for number, report in enumerate(reports):
+    for number, (report, outcome) in enumerate(zip(reports, outcomes, strict=True)):
         if number:
             screen.line()
-        _show_one(screen, report)
+        _show_one(screen, report, dropped_told(outcome))
 
 
 def _show_rows(screen: Screen, reports: list[AddReport]) -> None:
@@ -382,9 +394,9 @@ def _share(report: AddReport) -> str:
     return format_share(report.bytes_written, report.plain_bytes)
 
 
-def _show_one(screen: Screen, report: AddReport) -> None:
+def _show_one(screen: Screen, report: AddReport, dropped: str) -> None:
     if report.new_snapshot:
-        screen.line(f"added {report.name} {short(report.snapshot)}", style="green")
+        screen.line(f"added {report.name} {short(report.snapshot)}{dropped}", style="green")
     elif report.bytes_written:
         blocks = counted(report.blocks_new, "block")
         screen.line(

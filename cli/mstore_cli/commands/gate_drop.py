@@ -32,6 +32,7 @@ def gate_drop(
     gc then frees what only they needed.
     """
     from mstore.store.refs import is_candidate
+    from mstore.terms.errors import NotFound
 
     if not names:
         raise UsageError("no candidate is named", hint="mstore gate")
@@ -39,7 +40,11 @@ def gate_drop(
     if other is not None:
         raise UsageError(f"{other} is no candidate", hint="mstore gate")
     with session.open() as store:
-        report = store.remove(*names)
+        try:
+            report = store.remove(*names)
+        except NotFound as missing:
+            missing.advise("mstore gate")
+            raise
         session.settled()
 
     def human(screen: Screen) -> None:

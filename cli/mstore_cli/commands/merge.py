@@ -14,8 +14,10 @@ from mstore_cli.judging import (
     Checks,
     KeepFailed,
     draw_outcome,
+    dropped_told,
     end,
     guarded,
+    ids_of,
     with_verdicts,
 )
 from mstore_cli.merging import (
@@ -243,8 +245,7 @@ def merge(
     def human(screen: Screen) -> None:
         if report.new_snapshot:
             done = f"merged {report.name} {short(report.snapshot)}"
-            if outcome is not None and not (outcome.moved or outcome.kept):
-                done += ", which is dropped"
+            done += dropped_told(outcome)
             if report.virtual:
                 done += screen.typed(f", virtual: mstore materialize {report.name} stores it")
             screen.line(done, style="green")
@@ -287,7 +288,7 @@ def merge(
             screen.command("to drop the candidate", f"mstore rm {report.name}")
 
     document = with_verdicts(report, outcome)
-    session.output.emit(document, ids=[report.snapshot], human=human)
+    session.output.emit(document, ids=ids_of(report.snapshot, outcome), human=human)
     session.warn_if_quiet(warning.text for warning in report.warnings)
     end(outcome)
 

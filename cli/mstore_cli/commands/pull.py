@@ -27,7 +27,8 @@ from mstore_cli.signers import SignersOption
 @command(
     decodes=True,
     example="mstore pull origin 'llama/*'",
-    failure="a branch diverged (all others have moved), or another error",
+    failure="a branch diverged (all others have moved), or another error\n"
+    "  3  a gate guards a ref, and its new snapshot has not passed it; nothing was kept",
 )
 def pull(
     session: Session,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from mstore_cli import completion
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     decodes=True,
     example="mstore push origin llama/merged",
     failure="a branch has other commits there, or another error; no ref moved\n"
-    "  3  a ref did not pass a check; nothing was sent",
+    "  3  a ref did not pass a check, or a gate that guards it; nothing was sent",
 )
 def push(
     session: Session,
@@ -98,9 +99,10 @@ def push(
                 hint=f"mstore push {remote} {options}",
             )
         require_names("push", remote, refs)
-        verdicts = [] if dry_run else _judged(session, store, refs, checks)
+        by_ref = {} if dry_run else _judged(session, store, refs, checks)
+        verdicts = list(chain.from_iterable(by_ref.values()))
         if any(not one.passed for one in verdicts):
-            _refuse(session, verdicts)
+            _refuse(session, by_ref)
         report = store.push(
             remote,
             refs,
@@ -116,7 +118,7 @@ def push(
         session.settled()
 
     def human(screen: Screen) -> None:
-        draw_verdicts(screen, verdicts)
+        _draw_verdicts(screen, by_ref)
         _show(screen, report)
 
     document = {**fields(report), "verdicts": verdicts}
@@ -125,25 +127,28 @@ def push(
 
 def _judged(
     session: Session, store: Store, names: Sequence[str], checks: Checks
-) -> list[VerdictReport]:
+) -> dict[str, tuple[VerdictReport, ...]]:
     """Run the gates that are asked for on each ref to push, until one does not pass."""
-    if not checks.check:
-        checks.gates(store)
-        return []
     gates = checks.gates(store)
-    verdicts: list[VerdictReport] = []
-    for ref in store.refs(*names):
-        verdicts += judged(session, store, ref.name, gates, checks)
-        if not all(one.passed for one in verdicts):
+    found: dict[str, tuple[VerdictReport, ...]] = {}
+    for ref in store.refs(*names) if gates else ():
+        found[ref.name] = judged(session, store, ref.name, gates, checks)
+        if not all(one.passed for one in found[ref.name]):
             break
-    return verdicts
+    return found
 
 
-def _refuse(session: Session, verdicts: Sequence[VerdictReport]) -> NoReturn:
+def _draw_verdicts(screen: Screen, by_ref: Mapping[str, Sequence[VerdictReport]]) -> None:
+    for name, verdicts in by_ref.items():
+        draw_verdicts(screen, verdicts, name)
+
+
+def _refuse(session: Session, by_ref: Mapping[str, Sequence[VerdictReport]]) -> NoReturn:
     def human(screen: Screen) -> None:
-        draw_verdicts(screen, verdicts)
+        _draw_verdicts(screen, by_ref)
         screen.line("nothing was pushed", style="red")
 
+    verdicts = list(chain.from_iterable(by_ref.values()))
     session.output.emit({"moved": [], "verdicts": verdicts}, ids=[], human=human)
     raise Ended(REFUSED)
 

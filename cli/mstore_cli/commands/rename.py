@@ -12,7 +12,9 @@ from mstore_cli.session import Session
 
 
 @command(
-    example="mstore rename llama/try7 llama/math", failure="the name is taken, or another error"
+    example="mstore rename llama/try7 llama/math",
+    failure="the name is taken, or another error\n"
+    "  3  a gate guards the new name, and the snapshot has not passed it",
 )
 def rename(
     session: Session,

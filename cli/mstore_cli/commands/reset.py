@@ -11,7 +11,11 @@ from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 
 
-@command(example="mstore reset llama/merged 'llama/merged@{1}'")
+@command(
+    example="mstore reset llama/merged 'llama/merged@{1}'",
+    failure="an error; the branch is where it was\n"
+    "  3  a gate guards the branch, and the snapshot has not passed it",
+)
 def reset(
     session: Session,
     name: Annotated[

@@ -13,7 +13,11 @@ from mstore_cli.session import Session
 COLUMNS = (Column("TAG", style="green"), Column("SNAPSHOT", style="yellow"), Column("MADE"))
 
 
-@command(example="mstore tag v1 llama/merged", failure="the name is taken, or another error")
+@command(
+    example="mstore tag v1 llama/merged",
+    failure="the name is taken, or another error\n"
+    "  3  a gate guards the tag, and the snapshot has not passed it",
+)
 def tag(
     session: Session,
     name: Annotated[
