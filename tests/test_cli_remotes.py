@@ -555,8 +555,10 @@ def test_ctrl_c_does_not_wait_for_a_silent_server(tmp_path: Path) -> None:
 
 
 WAITS = """
-import sys, time
+import signal, sys, time
 from mstore_cli import main
+# A shell has what runs in the background ignore it, tests too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 main._UNTIL_ENDED = float(sys.argv[1])
 main._hear_stops()
 try:
