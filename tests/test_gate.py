@@ -573,6 +573,8 @@ def test_settings_of_gates(store: Store) -> None:
     assert store.required_gates("prod/x") == ("a", "b")
     assert store.required_gates("candidates/run/prod/x") == ()
     assert store.require_gates("prod/*", []) == {'x"y': ("c",)}
+    with pytest.raises(NotFound):
+        store.require_gates("prod/*", [])
     with pytest.raises(BadRequest):
         store.require_gates("x", [""])
 
@@ -617,7 +619,7 @@ def test_candidates_are_listed_and_dropped(mstore: Program) -> None:
     assert (gone.status, gone.err.rstrip().endswith(" gate")) == (1, True)
     told = mstore.succeed("gate", "run", "base", "--check", "true {}").out
     assert told.splitlines()[0] == "passed true {}"
-    assert "= passed\n" in mstore.succeed("log", "base", "--notes").out
+    assert "verdict true {} = passed;" in mstore.succeed("log", "base", "--notes").out
 
 
 def test_add_and_push_with_a_check(mstore: Program, copied: Path) -> None:
@@ -680,6 +682,29 @@ def test_a_required_gate_runs_by_itself(mstore: Program, copied: Path) -> None:
     mstore.succeed("reset", "prod/m", "base")
     mstore.succeed("gate", "require", "prod/*", "--remove")
     mstore.succeed("reset", "prod/m", "e1")
+
+
+def test_rules_of_gates(mstore: Program, copied: Path) -> None:
+    """A new rule names the refs that lack a verdict, a rule loses one gate or all, and one that is
+    not there cannot be removed; `gate` shows rules and the gates of the settings."""
+    settings(copied, "true {}")
+    made = mstore.succeed("gate", "require", "e[01]", "quality", "--json").document
+    assert made["unjudged"] == {"e0": ["quality"], "e1": ["quality"]}
+    mstore.succeed("gate", "run", "e0", "--check", "quality")
+    shown = mstore.succeed("gate", "require", "e[01]", "quality", "other").out
+    assert "e0 was not judged by other" in shown
+    assert "e1 was not judged by quality, other" in shown
+    overview = mstore.succeed("gate").out
+    assert "true {}" in overview
+    assert "quality, other" in overview
+    assert mstore("gate", "require", "e[01]", "third", "--remove").status == 1
+    left = mstore.succeed("gate", "require", "e[01]", "other", "--remove", "--json").document
+    assert left["required_gates"] == {"e[01]": ["quality"]}
+    mstore.succeed("gate", "require", "e[01]", "quality", "--remove")
+    assert mstore.succeed("gate", "require", "-q").out == ""
+    assert mstore("gate", "require", "e[01]", "--remove").status == 1
+    key = mstore("config", "--user", "gates.quality.command", "x")
+    assert (key.status, "config.toml" in key.err) == (2, True)
 
 
 def test_a_changed_gate_counts_no_old_verdict(mstore: Program, copied: Path) -> None:

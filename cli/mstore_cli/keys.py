@@ -304,13 +304,20 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "copy": keys_of(reports.CopyReport),
     "bundle create": keys_of(reports.BundleReport),
     "eval": keys_of(reports.EvaluationReport),
-    "gate": (Key("candidates", "list of candidate", "by time"),),
+    "gate": (
+        Key("candidates", "list of candidate", "by time"),
+        Key("required_gates", "object", "names of gates by pattern of refs"),
+        Key("gates", "object", "the gates of your settings: command, score, min, timeout by name"),
+    ),
     "gate run": (
         Key("passed", "true or false", "whether the snapshot passed all"),
         Key("verdicts", "list of verdict", "what the gates said, until one said no"),
     ),
     "gate drop": keys_of(reports.RemoveReport),
-    "gate require": (Key("required_gates", "object", "names of gates by pattern of refs"),),
+    "gate require": (
+        Key("required_gates", "object", "names of gates by pattern of refs"),
+        Key("unjudged", "object", "refs whose snapshots lack gates that guard them, with these"),
+    ),
     "metrics": (Key("metrics", "list of row of scores", "by ref, or as --sort says"),),
     "note": (
         Key("notes", "list of note", "those that count; else those that were written or removed"),

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.store import refs
+from mstore.terms.errors import NotFound
 from mstore.terms.ids import Revision, SnapshotId
+from mstore.terms.phrases import few
 
 if TYPE_CHECKING:
     from mstore.judging.evaluation import EvaluationReport, Show
@@ -171,14 +173,28 @@ class Judging(OpenStore):
         gates: names; what a gate runs is for each user to say.  None: the pattern is removed.
         Clones and fetches do not copy this setting.  Returns all patterns with their gates.
 
-        Raises BadRequest, StorageFailed.
+        Raises BadRequest, NotFound (no gates, and no such pattern), StorageFailed.
         """
         known = dict(self._catalog.config.required_gates)
-        known.pop(pattern, None)
+        if known.pop(pattern, None) is None and not gates:
+            raise NotFound(
+                "no gate is required by this pattern",
+                where=pattern,
+                hint=f"the patterns are {few(list(known))}" if known else "no ref needs a gate",
+            )
         if gates:
             known[pattern] = tuple(gates)
         self._catalog.configure({"required_gates": known})
         return self.required_gates_by_pattern()
+
+    def unjudged(self) -> dict[str, tuple[str, ...]]:
+        """Return branches and tags whose snapshots lack gates that guard them, with these gates.
+
+        They stay where they are, but nothing pushes them.
+        """
+        from mstore.store.gates import unjudged
+
+        return unjudged(self._catalog)
 
     def trust_verdicts(self, signers: Mapping[bytes, str]) -> None:
         """Let a verdict that one of these keys signed pass for one that was made here.

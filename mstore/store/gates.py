@@ -9,7 +9,7 @@ so every command that moves one has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -67,16 +67,45 @@ def require_passed(
         return
     config = Config.load(catalog.layout)
     for name, snapshot in moves.items():
-        for gate in required(config, name):
-            row = catalog.index.get(transaction, JUDGED, (snapshot, verdict_key(gate)))
-            note, passed = (None, 0) if row is None else row
-            is_current = note is None or catalog.is_current_verdict(gate, note)
-            if not ((passed and is_current) or catalog.vouched(snapshot, gate)):
-                verdict = "did not pass it" if note is not None else "has not passed it here"
-                if not is_current:
-                    verdict = "was judged by another command or other limits than your settings say"
-                raise GateFailed(
-                    f"the gate {gate} guards this ref, and snapshot {snapshot.short} {verdict}",
-                    where=name,
-                    hint=hint(name, snapshot, gate),
+        for gate, why in _lacking(catalog, transaction, config, name, snapshot):
+            raise GateFailed(
+                f"the gate {gate} guards this ref, and snapshot {snapshot.short} {why}",
+                where=name,
+                hint=hint(name, snapshot, gate),
+            )
+
+
+def unjudged(catalog: Catalog) -> dict[str, tuple[str, ...]]:
+    """Return the branches and tags whose snapshots lack a gate that guards them, with the gates."""
+    known = catalog.refs()
+    with catalog.index.env.read() as transaction:
+        found = {
+            name: tuple(
+                gate
+                for gate, _ in _lacking(
+                    catalog, transaction, catalog.config, name, ref.snapshot_id()
                 )
+            )
+            for name, ref in known.items()
+        }
+    return {name: lacking for name, lacking in found.items() if lacking}
+
+
+def _lacking(
+    catalog: Catalog,
+    transaction: IndexTransaction,
+    config: Config,
+    name: str,
+    snapshot: SnapshotId,
+) -> Iterator[tuple[str, str]]:
+    """Yield the gates that guard a ref and that a snapshot has not passed, and why not."""
+    for gate in required(config, name):
+        row = catalog.index.get(transaction, JUDGED, (snapshot, verdict_key(gate)))
+        note, passed = (None, 0) if row is None else row
+        is_current = note is None or catalog.is_current_verdict(gate, note)
+        if (passed and is_current) or catalog.vouched(snapshot, gate):
+            continue
+        if not is_current:
+            yield gate, "was judged by another command or other limits than your settings say"
+        else:
+            yield gate, "has not passed it here" if note is None else "did not pass it"

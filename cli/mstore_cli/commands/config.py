@@ -129,14 +129,18 @@ def _require_known(key: str, *, user: bool) -> None:
     """Raise BadRequest for a setting that is not here, and say where it is."""
     from mstore.store.config import KEYS
     from mstore.terms.errors import BadRequest
+    from mstore_cli.user_config import GATES, path
     from mstore_cli.user_config import KEYS as OF_USER
 
     here, elsewhere = (OF_USER, KEYS) if user else (KEYS, OF_USER)
     if key not in here:
         place = "mstore config" if user else "mstore config --user"
+        hint = f"{place} {key}" if key in elsewhere else f"mstore config{' --user' * user}"
+        if key.partition(".")[0] == GATES:
+            hint = f"a gate is a table [gates.NAME]: edit {path()}; mstore gate shows yours"
         raise BadRequest(
             f"no such setting{' of a user' if user else ''}: {key!r}; there are {', '.join(here)}",
-            hint=f"{place} {key}" if key in elsewhere else f"mstore config{' --user' * user}",
+            hint=hint,
         )
 
 

@@ -1,7 +1,10 @@
-"""`mstore gate`: candidates that no branch shows yet, and what gates said of them."""
+"""`mstore gate`: candidates that no branch shows yet, rules of the store, gates of the user."""
 
 from __future__ import annotations
 
+import shlex
+
+from mstore_cli import user_config
 from mstore_cli.command import command
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
@@ -17,16 +20,26 @@ COLUMNS = (
 
 @command(example="mstore gate")
 def gate(session: Session) -> None:
-    """List candidates, and which gates they passed.
+    """List candidates, rules and gates.
 
     A gate is a command that a snapshot must pass before a branch moves to it: see --check of merge,
-    add and push. Candidates stay until they are dropped, or for the days that `mstore config
-    reflog_days` says. The second words are commands of their own.
+    add and push. The list has the refs of the store that need gates, the gates of your settings
+    with their commands, and candidates with the gates that they passed. Candidates stay until they
+    are dropped, or for the days that `mstore config reflog_days` says. The second words are
+    commands of their own.
     """
     with session.open_to_look() as store:
         found = store.candidates()
+        required = store.required_gates_by_pattern()
+    own = {name: told._asdict() for name, told in user_config.gates().items()}
 
     def human(screen: Screen) -> None:
+        if required:
+            screen.line("refs that need gates")
+            screen.fields((pattern, ", ".join(names)) for pattern, names in required.items())
+        if own:
+            screen.line("gates of your settings")
+            screen.fields((name, _told(one)) for name, one in user_config.gates().items())
         if not found:
             screen.line("no candidates")
             return
@@ -43,4 +56,11 @@ def gate(session: Session) -> None:
         screen.table(COLUMNS, rows)
         screen.command("to drop one", "mstore gate drop CANDIDATE")
 
-    session.output.emit({"candidates": found}, ids=[one.candidate for one in found], human=human)
+    document = {"candidates": found, "required_gates": required, "gates": own}
+    session.output.emit(document, ids=[one.candidate for one in found], human=human)
+
+
+def _told(gate: user_config.GateConfig) -> str:
+    """Return what a gate runs, and its limits, in a line."""
+    limits = f", with {', '.join(gate.min)}" if gate.min else ""
+    return shlex.join(gate.command).replace("'{}'", "{}") + limits

@@ -22,7 +22,7 @@ from mstore_cli.sizes import format_seconds, format_size
 @command(
     example="mstore materialize llama/merged",
     failure="an error; the branch stays where it is\n"
-    "  3  a gate guards the branch, and has not judged the result; nothing was computed",
+    "  3  a gate guards the branch, and a new snapshot is not judged yet",
 )
 def materialize(
     session: Session,

@@ -28,7 +28,7 @@ from mstore_cli.signers import SignersOption
     decodes=True,
     example="mstore pull origin 'llama/*'",
     failure="a branch diverged (all others have moved), or another error\n"
-    "  3  a gate guards a ref, and its new snapshot has not passed it; nothing was kept",
+    "  3  a gate guards a ref, and has not passed its snapshot; nothing was kept",
 )
 def pull(
     session: Session,
