@@ -427,6 +427,7 @@ def small_store(root: Path) -> Path:
         store.merge(later, name="virtual", virtual=True, threads=1)
         store.tag("v1", "base")
         store.note("v1", {"mmlu": 0.5})
+        store.evaluate("v1", ["true"])
     # Beside the store's own; they are made when somebody needs them.
     shutil.rmtree(root / "store" / "stats")
     (root / "store" / "stats").mkdir()
