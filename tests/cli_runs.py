@@ -96,13 +96,14 @@ def run_once(words: list[str]) -> Done:
 
 def _run(out: io.TextIOWrapper, words: list[str]) -> Done:
     err = io.StringIO()
-    heard = signal.getsignal(signal.SIGINT)
+    heard = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
         with redirect_stdout(out), redirect_stderr(err):
             status = run(words)
     finally:
         # A command that has published hears Ctrl-C no more; the tests do.
-        signal.signal(signal.SIGINT, heard)
+        for one, handler in heard.items():
+            signal.signal(one, handler)
     out.flush()
     buffer = out.buffer
     assert isinstance(buffer, io.BytesIO)

@@ -50,6 +50,15 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 silent_ends.refuse()
 
+
+@pytest.fixture(autouse=True)
+def _sigterm_is_heard() -> Iterator[None]:
+    """A command that has published its result hears no SIGTERM; the next test does."""
+    yield
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 MEMORY = "/dev/shm"
 ENOUGH = 4 << 30
 """Bytes that must be free there: a run of all tests takes a tenth of them."""
