@@ -218,13 +218,13 @@ def add(
         _require_fine_tune(base_manifest, of_base or {}, checkpoint, catalog, name, base)
     tick = ProgressCounter("add", _to_read(checkpoint, differences), progress)
     adder = FileAdder(catalog, statistics, of_base, policy, only=base.only, skip=base.skip)
-    # Report progress before the first read, which may block for ever.
-    tick(0)
     models_by_file = checkpoint.models_by_file()
     ahead = 2 * threads + 1
 
     def put(sources: Iterable[SourceFile], transaction: Transaction) -> list[File]:
         adder.write_to(transaction)
+        # Report progress before the first read, which may block for ever.
+        tick(0)
         with ThreadPoolExecutor(threads, "add") as pool:
             return [
                 adder.add_file(file, models_by_file.get(file.path), pool, ahead, tick)
