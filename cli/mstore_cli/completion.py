@@ -126,7 +126,9 @@ def refs_of_remote(context: click.Context, _of: click.Parameter, incomplete: str
     begin = "remotes/" if remote is None else f"remotes/{remote}/"
 
     def names(store: Store) -> Iterable[str]:
-        found = (name.split("/", 2)[2] for name in store.ref_ids() if name.startswith(begin))
+        from mstore.store.refs import branch_of
+
+        found = (branch_of(name) for name in store.ref_ids() if name.startswith(begin))
         return dict.fromkeys(found)
 
     return _of_store(context, incomplete, names)

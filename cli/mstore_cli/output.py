@@ -259,7 +259,7 @@ def named(refs: Iterable[str]) -> str:
 def noted(note: NoteReport) -> str:
     """Describe a note in a line: its key and value, and its kind if that says more."""
     kind = "" if note.kind == "value" else f"{note.kind} "
-    key = note.key.removeprefix("gate: ")
+    key = note.subject()
     if note.kind in ("evaluation", "verdict"):
         # A command, unless somebody gave it a name.
         key = elided(key, _VALUE_WIDTH)

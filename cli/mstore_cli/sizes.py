@@ -54,7 +54,9 @@ def format_size(size: int | None) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Format a count with its noun: `1 file`, `2 files`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    from mstore.terms import sizes
+
+    return sizes.counted(number, noun)
 
 
 def format_share(part: int, whole: int) -> str:

@@ -111,6 +111,10 @@ class Command(msgspec.Struct, frozen=True):
             raise BadRequest(what, where=Option("name"))
         return cls(tuple(words), parse_scores(scores), name or _key_of(words), float(limit))
 
+    def definition(self) -> dict[str, list[str]]:
+        """Return what a note says of it: with other words or scores it is another command."""
+        return {"command": list(self.words), "score": [str(one) for one in self.scores]}
+
     def in_directory(self, shown: Path) -> list[str]:
         """Return its words with the snapshot's directory in them."""
         return [word.replace("{}", str(shown)) for word in self.words]
@@ -147,8 +151,7 @@ class Judgement(msgspec.Struct, frozen=True):
     def value(self) -> dict[str, Any]:
         """Return the value of its note, without what makes it too long for one."""
         value = {
-            "command": list(self.command.words),
-            "score": [str(one) for one in self.command.scores],
+            **self.command.definition(),
             "scores": self.scores,
             "exit_status": self.status,
             "seconds": round(self.seconds, 3),
@@ -335,8 +338,6 @@ def known(catalog: Catalog, snapshot: SnapshotId, command: Command) -> Evaluatio
     if own is None or own[1].form != EVALUATION:
         return None
     id, note = own
-    value = note.value
-    same = (list(command.words), [str(one) for one in command.scores])
-    if (value.get("command"), value.get("score")) != same:
+    if not command.definition().items() <= note.value.items():
         return None
-    return report_of(snapshot, id, command.key, value)
+    return report_of(snapshot, id, command.key, note.value)

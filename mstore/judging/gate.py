@@ -29,8 +29,7 @@ from mstore.snapshots import lineage, notes, signing
 from mstore.snapshots.notes import GOOD_SIGNATURE
 from mstore.store import refs
 from mstore.store.catalog import Catalog
-from mstore.store.gates import gate_of, verdict_key
-from mstore.store.objects.note import VERDICT, Note
+from mstore.store.objects.note import VERDICT, Note, gate_of, verdict_key
 from mstore.store.objects.snapshot import BASE, PREVIOUS
 from mstore.terms.errors import BadRequest, CommandFailed, NotFound, WrongCommand
 from mstore.terms.ids import NoteId, SnapshotId
@@ -128,11 +127,7 @@ class Gate(msgspec.Struct, frozen=True):
 
     def definition(self) -> dict[str, list[str]]:
         """Return what decides, as a verdict has it: another command or limit is another gate."""
-        return {
-            "command": list(self.command.words),
-            "score": [str(one) for one in self.command.scores],
-            "minimums": [str(one) for one in self.minimums],
-        }
+        return {**self.command.definition(), "minimums": [str(one) for one in self.minimums]}
 
 
 class CheckedScore(Report, frozen=True):
@@ -231,7 +226,7 @@ def candidates(catalog: Catalog) -> list[CandidateReport]:
             found.append(
                 CandidateReport(
                     candidate=one.name,
-                    name=one.name.split("/", 2)[2],
+                    name=refs.branch_of(one.name),
                     snapshot=one.snapshot,
                     time_ns=one.time_ns,
                     passed=tuple(row.gate for row in told if row.passed),

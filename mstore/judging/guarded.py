@@ -53,7 +53,7 @@ def move_if_passed(
     candidate goes, unless it did not pass and `keep_failed` says to keep it. Raises Conflict if the
     branch moved meanwhile, GateFailed (a required gate that was not run), and what `judge` raises.
     """
-    name = candidate.split("/", 2)[2]
+    name = refs.branch_of(candidate)
     keeps = False
     try:
         snapshot = catalog.resolve(candidate)

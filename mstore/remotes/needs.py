@@ -26,7 +26,7 @@ from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.objects.tensor import BYTES, Tensor, VirtualTensor
-from mstore.terms.ids import ID_BYTES, NoteId, SnapshotId, TensorId
+from mstore.terms.ids import NoteId, SnapshotId, TensorId, split_ids
 
 R = TypeVar("R", bound=Record)
 _SMALL = 1 << 20
@@ -191,9 +191,7 @@ def _tensors(
         if isinstance(content, VirtualTensor):
             plans[content.plan] = None
         elif needs.weights or (content.dtype == BYTES and content.nbytes <= _SMALL):
-            raw = content.blocks
-            starts = range(0, len(raw), ID_BYTES)
-            needs.blocks.update(dict.fromkeys(raw[at : at + ID_BYTES] for at in starts))
+            needs.blocks.update(dict.fromkeys(split_ids(content.blocks)))
 
 
 def _batches(ids: Sequence[bytes]) -> Iterable[Sequence[bytes]]:

@@ -29,7 +29,7 @@ from mstore.remotes.state import Remote, RemoteState
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import Corrupt, NotFound, StorageFailed
-from mstore.terms.ids import ID_BYTES, Buffer, SnapshotId, TensorId
+from mstore.terms.ids import Buffer, SnapshotId, TensorId, split_ids
 from mstore.terms.report import ProgressCallback, ProgressCounter
 
 _HEAD: Final = "mstore statistics/1"
@@ -185,4 +185,4 @@ def _known(remote: Remote) -> set[bytes]:
         data = fs.read_file(remote.directory / _KNOWN, _MOST_KNOWN)
     except StorageFailed:
         return set()
-    return {data[at : at + ID_BYTES] for at in range(0, len(data), ID_BYTES)}
+    return set(split_ids(data))

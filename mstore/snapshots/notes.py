@@ -28,6 +28,7 @@ from mstore.store.objects.note import (
     STATING,
     VERDICT,
     Note,
+    gate_of,
     packed,
     states,
 )
@@ -112,6 +113,11 @@ class NoteReport(Report, frozen=True):
     """counts, replaced (a newer note has this key), or removed"""
     signatures: tuple[SignatureReport, ...] = ()
     """signatures of this note"""
+
+    def subject(self) -> str:
+        """Return what it is of: a gate by its name, else the key."""
+        gate = gate_of(self.key)
+        return self.key if gate is None else gate
 
     def told(self) -> str:
         """Return its value in a line: of an evaluation its scores, of a verdict what it says."""

@@ -17,21 +17,10 @@ from mstore.blocks.schema import JUDGED
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
+from mstore.store.objects.note import verdict_key
 from mstore.terms.errors import GateFailed
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import Option, Text, call, phrase
-
-_VERDICT = "gate: "
-
-
-def verdict_key(gate: str) -> str:
-    """Return the key of the notes that are verdicts of a gate."""
-    return f"{_VERDICT}{gate}"
-
-
-def gate_of(key: str) -> str | None:
-    """Return the gate that a note of this key is a verdict of; None for another note."""
-    return key.removeprefix(_VERDICT) if key.startswith(_VERDICT) else None
 
 
 def required(config: Config, name: str) -> tuple[str, ...]:

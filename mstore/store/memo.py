@@ -20,7 +20,7 @@ from typing import Any, Final
 from mstore.blocks.disposable import DisposableTables, Tell, silent
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.tables import Table, form, id_of, raw
-from mstore.terms.ids import ID_BYTES, PlanId
+from mstore.terms.ids import ID_BYTES, PlanId, split_ids
 
 OUTPUTS: Final = Table(
     "outputs",
@@ -131,4 +131,4 @@ def _blocks(value: bytes | None) -> list[bytes]:
     end = len(value) - _END.size - 4 * _END.unpack_from(value, len(value) - _END.size)[-1]
     if end <= 0 or end % ID_BYTES:
         return []
-    return [value[at : at + ID_BYTES] for at in range(0, end, ID_BYTES)]
+    return split_ids(value[:end])

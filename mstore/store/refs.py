@@ -81,6 +81,11 @@ def check(name: str, kind: str | None = None) -> None:
         check_name(rest[1])
 
 
+def branch_of(name: str) -> str:
+    """Return the branch or tag that a ref of a remote or a candidate is of; see `below`."""
+    return name.split("/", 2)[2]
+
+
 def below(kind: str, part: str, name: str) -> str:
     """Return the name of the ref of this remote or run for a branch or tag.  Raises BadName."""
     check_name(name)

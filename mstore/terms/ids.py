@@ -67,6 +67,11 @@ def plain_id(value: object) -> bytes:
     raise NotImplementedError(f"a record cannot hold {type(value).__name__}")
 
 
+def split_ids(raw: bytes) -> list[bytes]:
+    """Return ids that stand one behind the other."""
+    return [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
+
+
 class BlockId(Id):
     """Names a block's plain bytes."""
 

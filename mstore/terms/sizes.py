@@ -55,6 +55,11 @@ def parse_rate(text: str, *, option: Text) -> int:
     return _scaled(match[1], _BITS[unit], text, option) // 8
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a count with its noun: `1 file`, `2 files`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def parse_seconds(text: str, *, option: Text) -> float:
     """Parse a time, as `20ms` or `0.5s`, to seconds.  Raises BadRequest that names `option`."""
     match = _NUMBER.fullmatch(text.strip())

@@ -15,7 +15,6 @@ WIDTH, HEIGHT = 640.0, 400.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84.0, 24.0, 82.0, 52.0
 _KEYS = 64.0
 """Height of the line of keys."""
-_MIDDLE = (_LEFT + WIDTH - _RIGHT) / 2
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 DECADES = 30
 """Errors that span more than this factor are drawn on a logarithmic scale."""

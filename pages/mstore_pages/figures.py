@@ -224,11 +224,6 @@ def svg_file(drawn: Markup) -> str:
     )
 
 
-def counted(count: int, noun: str) -> str:
-    """Format a count with its noun: `1 file`, `2 files`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def brief(value: object) -> str:
     """Format a value of JSON: text as it is."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mstore.store.objects.note import EVALUATION, VERDICT
+from mstore.terms.sizes import counted
 from mstore_pages import figures
 from mstore_pages.document import Cell, table
 from mstore_pages.figures import number
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from mstore.api.reports import NoteReport, SnapshotReport
     from mstore_pages.summary import Ancestor
 
-GATE = "gate: "
-"""What the key of a verdict begins with."""
 _SIGNS = {">=": "≥", "<=": "≤"}
 
 
@@ -70,7 +69,7 @@ def _scores(note: NoteReport) -> dict[str, float]:
 def command(note: NoteReport) -> str:
     """Return the name of what was run: a gate's or an evaluation's own, or the command's."""
     words = note.value.get("command") if isinstance(note.value, dict) else None
-    key = note.key.removeprefix(GATE)
+    key = note.subject()
     if not isinstance(words, list) or key != " ".join(map(str, words)):
         return key
     # Of `python path/score.py {}` the file, of others the program.
@@ -87,7 +86,7 @@ def beside_parents(shown: SnapshotReport, lineage: tuple[Ancestor, ...]) -> Iter
     columns = [key for key in scores[0] if any(key in other for other in scores[1:])]
     if not columns:
         return
-    keys = {_key(one): command(one) for one in shown.notes}
+    keys = {one.subject(): command(one) for one in shown.notes}
     many = len({key for key, _ in columns}) > 1
     heads: list[tuple[str, str]] = [("Model", "name"), ("Role", "")]
     heads += [(f"{keys[key]}: {name}" if many else name, "n") for key, name in columns]
@@ -103,20 +102,18 @@ def beside_parents(shown: SnapshotReport, lineage: tuple[Ancestor, ...]) -> Iter
         others = len(models) - len(rows)
         yield tag(
             "p",
-            f"{figures.counted(others, 'parent')} without such a score "
+            f"{counted(others, 'parent')} without such a score "
             f"{'is' if others == 1 else 'are'} left out.",
             class_="caption",
         )
 
 
-def _key(note: NoteReport) -> str:
-    return note.key.removeprefix(GATE)
-
-
 def _by_key(shown: SnapshotReport) -> dict[tuple[str, str], float]:
     """Return scores by the key and name that they were noted under."""
     return {
-        (_key(note), name): score for note in shown.notes for name, score in _scores(note).items()
+        (note.subject(), name): score
+        for note in shown.notes
+        for name, score in _scores(note).items()
     }
 
 
@@ -126,6 +123,6 @@ def written(note: NoteReport) -> Markup:
     words = note.value.get("command") if isinstance(note.value, dict) else None
     if isinstance(words, list) and note.kind in (EVALUATION, VERDICT):
         line = " ".join(map(str, words))
-        if line != _key(note):
+        if line != note.subject():
             shown += [tag("br"), "by ", tag("code", line)]
     return join(shown)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from mstore.terms.phrases import Call, Option, Phrase, Text, call
 from mstore.terms.report import utc
-from mstore.terms.sizes import format_size
+from mstore.terms.sizes import counted, format_size
 from mstore_pages import curve, figures, lineage, scores
 from mstore_pages.curve import BudgetPoint
 from mstore_pages.document import Cell, bar, details, scroll, table
-from mstore_pages.figures import COSINES, SIGNED, counted, number, percent
+from mstore_pages.figures import COSINES, SIGNED, number, percent
 from mstore_pages.markup import Child, Markup, breaking, join, tag
 
 if TYPE_CHECKING:

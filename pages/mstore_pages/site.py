@@ -12,8 +12,8 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
+from mstore.terms.sizes import counted
 from mstore_pages.document import scroll
-from mstore_pages.figures import counted
 from mstore_pages.markup import Child, Markup, join, tag
 
 PER_PAGE = 100

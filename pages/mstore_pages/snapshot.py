@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mstore.terms.report import utc
-from mstore.terms.sizes import format_size
+from mstore.terms.sizes import counted, format_size
 from mstore_pages import figures
 from mstore_pages.browse import compare_form, parents
 from mstore_pages.card import card
 from mstore_pages.document import page, section, tiles
-from mstore_pages.figures import counted, number, percent
+from mstore_pages.figures import number, percent
 from mstore_pages.gather import differing, experts_in, left_out
 from mstore_pages.lineage import how, signed
 from mstore_pages.markup import Child, Markup, tag

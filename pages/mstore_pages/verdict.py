@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mstore.store.objects.note import EVALUATION, VERDICT
-from mstore.terms.sizes import format_size
+from mstore.terms.sizes import counted, format_size
 from mstore_pages import figures, lineage, scores
-from mstore_pages.figures import brief, counted, number, percent
+from mstore_pages.figures import brief, number, percent
 from mstore_pages.markup import Child, breaking, tag
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def verdict(summary: SnapshotSummary) -> Iterator[Child]:
 def _judged(notes: Sequence[NoteReport]) -> list[NoteReport]:
     """Return verdicts, then evaluations that are not a gate's own."""
     verdicts = [one for one in notes if one.kind == VERDICT]
-    gates = {one.key.removeprefix(scores.GATE) for one in verdicts}
+    gates = {one.subject() for one in verdicts}
     return [
         *verdicts,
         *(one for one in notes if one.kind == EVALUATION and one.key not in gates),

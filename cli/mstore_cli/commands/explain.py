@@ -16,6 +16,7 @@ from mstore_cli.options import Argument, Option, Revision, drawing
 from mstore_cli.output import Column, Screen, distinct, printable, short
 from mstore_cli.plan_output import draw_plan
 from mstore_cli.session import Session
+from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
     from mstore import Store
@@ -220,20 +221,16 @@ def _fate(one: TensorExplanation, plan: PlanReport) -> str:
     if one.sources:
         own += f", made of {', '.join(dict.fromkeys(one.sources))}"
     if one.not_finite:
-        own += f", {_count(one.not_finite, 'element')} infinite or NaN"
-    return f"{_count(one.blocks_total, 'block')}, {one.blocks_reused} the base's own{tied}{own}"
+        own += f", {counted(one.not_finite, 'element')} infinite or NaN"
+    return f"{counted(one.blocks_total, 'block')}, {one.blocks_reused} the base's own{tied}{own}"
 
 
 def _size(one: LayerExplanation) -> str:
-    tensors = _count(one.tensors, "tensor")
+    tensors = counted(one.tensors, "tensor")
     if not one.blocks_total:
         return f"{tensors}, empty or tied to others"
-    blocks = _count(one.blocks_total, "block")
+    blocks = counted(one.blocks_total, "block")
     return f"{tensors}, {blocks}, {one.blocks_reused} the base's own"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _draw_chunks(screen: Screen, one: TensorExplanation) -> None:

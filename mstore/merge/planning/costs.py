@@ -31,6 +31,7 @@ from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
 from mstore.store.objects.tensor import AppliedTensor, Tensor
+from mstore.store.remembered import looked_up
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, Unavailable
 from mstore.terms.ids import ID_BYTES
 
@@ -249,17 +250,8 @@ class Wanted(msgspec.Struct, frozen=True):
         return self.adapters_left + _stored_bytes(self.left, lengths)
 
 
-_LOOKED_UP: Final = 1 << 16
-"""Blocks whose lengths are looked up together: an id as an object takes twice its bytes."""
-
-
 def _stored_bytes(ids: Words, lengths: Lengths) -> int:
-    found = 0
-    for start in range(0, len(ids), _LOOKED_UP):
-        raw = ids[start : start + _LOOKED_UP].tobytes()
-        some = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
-        found += int(lengths.stored_lengths(some).sum())
-    return found
+    return int(looked_up(ids.reshape(-1).view(np.uint8).data, lengths.stored_lengths).sum())
 
 
 def costs_of(catalog: Catalog, plan: Plan) -> Costs:

@@ -35,6 +35,7 @@ from mstore.merge.recipes.recipe import (
 )
 from mstore.merge.recipes.resolve import PREFIX, WEIGHT
 from mstore.terms.errors import BadRequest
+from mstore.terms.sizes import counted
 
 APPLY: Final = "task_arithmetic"
 """The method that applies an adapter."""
@@ -164,7 +165,7 @@ class _Preparation:
             count = self.layers(source.model.model())
             if source.layers is not None and count is not None and source.layers[1] > count:
                 self._refuse(
-                    f"{source.model} has {_count(count, 'layer')}, not {source.layers[1]}",
+                    f"{source.model} has {counted(count, 'layer')}, not {source.layers[1]}",
                     source.line,
                 )
 
@@ -275,7 +276,7 @@ class _Preparation:
             found = [*sources, *[None] * (most - len(sources))]
         if None in found and not self.method.partial:
             self._refuse(
-                f"this slice has {_count(len(sources), 'source')} and another {len(found)}: each "
+                f"this slice has {counted(len(sources), 'source')} and another {len(found)}: each "
                 f"needs the same number, because {self.recipe.method} has no weights",
                 part.line,
             )
@@ -397,7 +398,3 @@ def _joined(model: Text) -> str:
 def _length(source: Source) -> int:
     assert source.layers is not None
     return source.layers[1] - source.layers[0]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -16,12 +16,12 @@ from mstore.blocks.elsewhere import REQUEST_BYTES
 from mstore.blocks.location import in_runs, run_of
 from mstore.merge.running.finished import TOGETHER, Shape, find_hits
 from mstore.merge.running.memo_keys import MemoKeys
-from mstore.merge.running.task import NamedRow, Tasks, TensorTask, split_ids
+from mstore.merge.running.task import NamedRow, Tasks, TensorTask
 from mstore.models.adapters.low_rank import stored_bytes
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.objects.plan import Plan
-from mstore.terms.ids import BlockId
+from mstore.terms.ids import BlockId, split_ids
 
 _BLOCKS_TOGETHER: Final = 1 << 14
 _Chunks = list[tuple[TensorTask, list[int]]]

@@ -38,7 +38,7 @@ from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import READ, SHARED, Plan, PlanTensor
 from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import Conflict, Corrupt
-from mstore.terms.ids import ID_BYTES, BlockId, TensorId
+from mstore.terms.ids import ID_BYTES, BlockId, TensorId, split_ids
 from mstore.terms.phrases import call
 
 
@@ -451,10 +451,6 @@ class Tasks:
                 index.record(transaction, Manifest.kind, id) is not None
                 for id in (e.manifest_id() for e in self.plan.inputs)
             )
-
-
-def split_ids(blocks: bytes) -> list[bytes]:
-    return [blocks[at : at + ID_BYTES] for at in range(0, len(blocks), ID_BYTES)]
 
 
 def item_size(dtype: str) -> int:

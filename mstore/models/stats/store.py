@@ -34,7 +34,7 @@ from mstore.blocks.tables import (
 from mstore.models.stats.histogram import Threshold
 from mstore.models.stats.table import DeltaTable, Digest, MeasuredPair, decoded_digests, digest
 from mstore.terms.errors import Corrupt
-from mstore.terms.ids import ID_BYTES, TensorId
+from mstore.terms.ids import ID_BYTES, TensorId, split_ids
 
 PENDING_ROWS = 256
 PENDING_BYTES = 4 << 20
@@ -411,7 +411,7 @@ def _gone(
 
 def _tensors(key: bytes) -> list[bytes]:
     """Return the one or two tensors that a key begins with."""
-    return [key[at : at + ID_BYTES] for at in range(0, len(key) // ID_BYTES * ID_BYTES, ID_BYTES)]
+    return split_ids(key[: len(key) // ID_BYTES * ID_BYTES])
 
 
 def readable(value: bytes | None) -> DeltaTable | None:

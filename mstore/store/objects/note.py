@@ -48,12 +48,24 @@ REPLACED = "replaced"
 REMOVED = "removed"
 
 ED25519 = "ed25519"
+_GATE = "gate: "
+"""What the key of a verdict begins with."""
 _HEX = re.compile("[0-9a-f]*")
 _SIGNED = {"key": 64, "signature": 128}
 """The parts of a signature's value, and their hex digits."""
 
 Value = Any
 """None, a boolean, an integer, a float, a text, or a list or dict of these."""
+
+
+def verdict_key(gate: str) -> str:
+    """Return the key of the notes that are verdicts of a gate."""
+    return f"{_GATE}{gate}"
+
+
+def gate_of(key: str) -> str | None:
+    """Return the gate that a note of this key is a verdict of; None for another note."""
+    return key.removeprefix(_GATE) if key.startswith(_GATE) else None
 
 
 class Note(Record, frozen=True, array_like=True, tag="note/1"):
