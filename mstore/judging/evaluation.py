@@ -102,7 +102,7 @@ class Command(msgspec.Struct, frozen=True):
     ) -> Command:
         """Return the command of these words.  Raises BadRequest."""
         if isinstance(words, str) or not words or not all(map(is_text, words)) or not words[0]:
-            raise BadRequest("a command is a program and its arguments", where=Option("command"))
+            raise BadRequest("a command is a program and its arguments", where="command")
         limit = DAY if timeout is None else timeout
         if not 0 < limit <= 365 * DAY:
             raise BadRequest("a time limit is more than 0 seconds", where=Option("timeout"))
