@@ -19,6 +19,12 @@ from pathlib import Path
 import pytest
 
 PROGRAM = shutil.which("chromium-headless-shell")
+# As root there is no other way; the pages are our own.
+OPTIONS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)
 needed = pytest.mark.skipif(PROGRAM is None, reason="needs chromium-headless-shell")
 
 
@@ -36,12 +42,9 @@ def _run(page: Path | str, *options: str, dark: bool = False, width: int = 1280)
     done = subprocess.run(
         [
             PROGRAM,
-            # As root there is no other way; the pages are our own.
-            "--no-sandbox",
-            "--disable-gpu",
+            *OPTIONS,
             "--hide-scrollbars",
             "--enable-logging=stderr",
-            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
             # The script may take its time on a busy machine: this is not the time of the wall.
             "--virtual-time-budget=5000",
             f"--blink-settings=preferredColorScheme={0 if dark else 1}",

@@ -15,18 +15,15 @@ import fcntl
 import json
 import os
 import select
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
+from browser import OPTIONS, PROGRAM
 
-PROGRAM = shutil.which("chromium-headless-shell")
 _PATIENCE = 120.0
-needed = pytest.mark.skipif(PROGRAM is None, reason="needs chromium-headless-shell")
 
 
 class Browser:
@@ -156,9 +153,7 @@ def browser(directory: Path) -> Iterator[Browser]:
     answers, to_write = map(_high, os.pipe())
     # The browser reads its descriptor 3 and writes 4.
     program = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'
-    options = ["--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
-    options += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-    options += [f"--user-data-dir={directory}"]
+    options = [*OPTIONS, "--remote-debugging-pipe", f"--user-data-dir={directory}"]
     process = subprocess.Popen(
         ["/bin/bash", "-c", program, PROGRAM, *options],
         pass_fds=(to_read, to_write),

@@ -16,6 +16,7 @@ import live_browser
 import numpy as np
 import pytest
 import report_stores
+from browser import needed
 from checkpoints import write_safetensors
 from http_server import Answer, Served, served, taken
 from live_browser import Browser
@@ -714,7 +715,7 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         yield found
 
 
-@live_browser.needed
+@needed
 def test_a_browser_shows_the_pages(server: Served, browser: Browser) -> None:
     """In a browser no page has an error, asks anybody else, runs a name, or is wider than it."""
     for path in (
@@ -735,7 +736,7 @@ def test_a_browser_shows_the_pages(server: Served, browser: Browser) -> None:
     assert outside == []
 
 
-@live_browser.needed
+@needed
 def test_rows_go_while_one_types(server: Served, browser: Browser) -> None:
     """While one types into the search field, rows that do not match are hidden, and come back."""
     shown = (
@@ -755,7 +756,7 @@ def test_rows_go_while_one_types(server: Served, browser: Browser) -> None:
     assert browser.console == []
 
 
-@live_browser.needed
+@needed
 def test_a_search_works_without_script(server: Served, browser: Browser) -> None:
     """The form asks the server, which the page's policy allows."""
     browser.stop_scripts()

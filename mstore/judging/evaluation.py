@@ -23,6 +23,7 @@ from blake3 import blake3
 from mstore import fs
 from mstore.blocks.schema import JUDGED
 from mstore.checkpoint.paths import CONTROL
+from mstore.checkpoint.reading import Stamp
 from mstore.judging.process import run
 from mstore.judging.scores import (
     Score,
@@ -258,15 +259,8 @@ def checked_out(checkout: Callable[[Path], object], directory: Path) -> Iterator
         raise CommandFailed("the command changed the files that it was to judge")
 
 
-def _stamps(directory: Path) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for path in directory.rglob("*"):
-        status = path.lstat()
-        found[str(path)] = (
-            *(status.st_ino, status.st_mode, status.st_size),
-            *(status.st_mtime_ns, status.st_ctime_ns),
-        )
-    return found
+def _stamps(directory: Path) -> dict[str, Stamp]:
+    return {str(path): Stamp.of(path.lstat()) for path in directory.rglob("*")}
 
 
 # -- notes ---------------------------------------------------------------------------------------

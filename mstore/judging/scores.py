@@ -26,7 +26,7 @@ import msgspec
 from blake3 import blake3
 
 from mstore.checkpoint.paths import quoted
-from mstore.checkpoint.reading import open_regular, read_range
+from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.terms.errors import BadRequest, CommandFailed, WrongCommand
 from mstore.terms.phrases import Option, few
 
@@ -111,7 +111,7 @@ class Written:
             found = dict(_regular(os.path.join(glob.escape(str(self._directory)), file)))
         if not found:
             raise WrongCommand(f"the command wrote no such file{self._others()}", where=file)
-        return Path(max(found, key=lambda path: (found[path].st_mtime_ns, path)))
+        return Path(max(found, key=lambda path: (found[path].mtime_ns, path)))
 
     def _others(self) -> str:
         """Tell which files of JSON the command did write in its directory."""
@@ -123,22 +123,15 @@ class Written:
         """Yield files of single samples, as lm-evaluation-harness names them, with their tasks."""
         newest: dict[str, tuple[int, Path]] = {}
         pattern = os.path.join(glob.escape(str(self._directory)), "**", "samples_*.jsonl")
-        for path, status in _regular(pattern):
+        for path, stamp in _regular(pattern):
             found = _SAMPLES.fullmatch(os.path.basename(path))
             if found is not None:
                 last = newest.get(found["task"], (-1, Path()))
-                newest[found["task"]] = max(last, (status.st_mtime_ns, Path(path)))
+                newest[found["task"]] = max(last, (stamp.mtime_ns, Path(path)))
         yield from ((task, path) for task, (_, path) in sorted(newest.items()))
 
 
-class _Stamp(msgspec.Struct, frozen=True):
-    st_ino: int
-    st_size: int
-    st_mtime_ns: int
-    st_ctime_ns: int
-
-
-def _regular(pattern: str) -> Iterator[tuple[str, _Stamp]]:
+def _regular(pattern: str) -> Iterator[tuple[str, Stamp]]:
     """Yield the regular files that match, none through a link of that name."""
     for path in glob.iglob(pattern, recursive=True, include_hidden=True):
         try:
@@ -146,8 +139,7 @@ def _regular(pattern: str) -> Iterator[tuple[str, _Stamp]]:
         except OSError:
             continue
         if stat.S_ISREG(status.st_mode):
-            fields = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-            yield path, _Stamp(*fields)
+            yield path, Stamp.of(status)
 
 
 class ResultFile(msgspec.Struct, frozen=True):
