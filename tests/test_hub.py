@@ -25,7 +25,7 @@ from huggingface_hub import constants, snapshot_download
 from small_models import BLOCK, files_of, small_model
 
 from mstore import Store
-from mstore.hub.repository import RemoteFile
+from mstore.origins.repository import RemoteFile
 from mstore.terms.errors import (
     BadCheckpoint,
     BadRequest,

@@ -140,7 +140,7 @@ class Adding(OpenStore):
         """
         began = time.monotonic()
         from mstore.checkpoint.exclusion import Exclusion
-        from mstore.hub.repository import is_address
+        from mstore.origins.hub import is_address
         from mstore.snapshots.add import add
         from mstore.store.objects.shapes import require_patterns
         from mstore.store.transaction import branch_to_move
@@ -256,10 +256,10 @@ class Adding(OpenStore):
     ) -> Iterator[tuple[Checkpoint, tuple[str, ...]]]:
         """Yield a checkpoint on the Hub.  What it needs on disk lies in tmp/, under a lease."""
         from mstore.checkpoint.directory import DEFAULT_LIMITS
-        from mstore.hub.files import scanned
-        from mstore.hub.repository import Address, Repository
+        from mstore.origins.files import scanned
+        from mstore.origins.hub import Address, HubRepository
 
-        repository = Repository(Address.parse(address))
+        repository = HubRepository(Address.parse(address))
         lease = Lease(self._catalog.layout, self._catalog.index, f"download {address}")
         try:
             found = scanned(
@@ -282,10 +282,10 @@ class Adding(OpenStore):
 
         Raises BadRequest (no address, a card that names several), NotFound, Unavailable.
         """
-        from mstore.hub.files import has_model
-        from mstore.hub.repository import Address, Repository
+        from mstore.origins.files import has_model
+        from mstore.origins.hub import Address, HubRepository
 
-        bases = Repository(Address.parse(address)).bases
+        bases = HubRepository(Address.parse(address)).bases
         if len(bases) > 1:
             raise BadRequest(
                 f"its card names several bases: {few(bases)}",
@@ -514,7 +514,7 @@ def _refuse_on_hub(address: str, kind: str, convert: ConversionLimits | None) ->
     """Refuse what needs all files at once.  Raises BadRequest."""
     if kind == "full" and convert is None:
         return
-    from mstore.hub.repository import Address
+    from mstore.origins.hub import Address
 
     model = Address.parse(address).model
     option = Option("convert") if convert is not None else Option("kind", kind)

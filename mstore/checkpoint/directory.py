@@ -112,7 +112,7 @@ class SourceFile(msgspec.Struct, frozen=True):
 
     `path` is relative, with `/`; `absolute` is the real location of its bytes (behind a link, if it
     is one) and contains no link.  `header` is None for an opaque file.  A kind of file whose bytes
-    are elsewhere (`mstore.hub`) has its own `open` and `read`.
+    are elsewhere (`mstore.origins`) has its own `open` and `read`.
     """
 
     path: str

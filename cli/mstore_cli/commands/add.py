@@ -254,7 +254,7 @@ def _limits(max_sparse: str) -> CheckpointLimits:
 
 def _with_bases(store: Store, named: list[tuple[Path, str]], prefix: str) -> list[tuple[Path, str]]:
     """Return the checkpoints with the bases that their cards name and the store lacks, first."""
-    from mstore.hub.repository import is_address
+    from mstore.origins.hub import is_address
 
     bases: dict[Path, str] = {}
     for path, name in named:
@@ -278,7 +278,7 @@ def _with_bases(store: Store, named: list[tuple[Path, str]], prefix: str) -> lis
 def _given_name(path: Path) -> str:
     """Return the usual name of what is added: of a directory, a file, or a model of the Hub."""
     from mstore.checkpoint.tree import given_name
-    from mstore.hub.repository import Address, is_address
+    from mstore.origins.hub import Address, is_address
 
     return Address.parse(str(path)).name if is_address(str(path)) else given_name(path)
 
@@ -479,7 +479,7 @@ def checkpoint(path: Path) -> Path:
     BadRequest for an address that is none.
     """
     from mstore.checkpoint.tree import cached_model, is_id
-    from mstore.hub.repository import Address, is_address
+    from mstore.origins.hub import Address, is_address
     from mstore.terms.errors import MstoreError
 
     id = str(path)

@@ -43,7 +43,7 @@ from mstore.checkpoint.paths import (
 )
 from mstore.checkpoint.reading import OpenSource, Stamp, StampedFile, changed
 from mstore.checkpoint.tree import HubOrigin, walk
-from mstore.hub.repository import RemoteFile, Repository
+from mstore.origins.repository import RemoteFile, Repository
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import File
 from mstore.store.objects.snapshot import Origin
@@ -167,7 +167,7 @@ def scanned(
     Raises BadCheckpoint as `scan`, and for names from the Hub that are no portable paths, NotFound,
     Unavailable, StorageFailed.
     """
-    shown = Path(str(repository.address))
+    shown = Path(repository.shown)
     listed = {file.path: file for file in _checked(repository.files(), shown, limits)}
     holes = scratch / "files"
     for one in listed.values():

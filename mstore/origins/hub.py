@@ -6,10 +6,9 @@ which of its errors is which of ours, and waits as long as a server asks for.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -20,8 +19,8 @@ from mstore import fs
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import storage_error
 from mstore.checkpoint.tree import HUB_PREFIX, HubOrigin
+from mstore.origins.repository import RemoteFile
 from mstore.terms.errors import BadCheckpoint, BadRequest, MstoreError, NotFound, Unavailable
-from mstore.terms.ids import Buffer
 from mstore.terms.phrases import Phrase, call, joined, phrase
 
 if TYPE_CHECKING:
@@ -96,28 +95,7 @@ def library() -> Any:
     return huggingface_hub
 
 
-class RemoteFile(msgspec.Struct, frozen=True):
-    """A file of the repository, by its path in the directory that the address names.
-
-    digest: SHA-256 of the bytes, or that of git's blob of them (`is_git`).
-    """
-
-    path: str
-    size: int
-    digest: str
-    is_git: bool
-
-    def matches(self, pieces: Iterable[Buffer]) -> bool:
-        """Return whether these bytes have the digest."""
-        found = hashlib.sha1(usedforsecurity=False) if self.is_git else hashlib.sha256()
-        if self.is_git:
-            found.update(f"blob {self.size}\0".encode())
-        for piece in pieces:
-            found.update(piece)
-        return found.hexdigest() == self.digest
-
-
-class Repository:
+class HubRepository:
     """A model on the Hub at the commit that its revision is now.
 
     Every call raises NotFound, Unavailable (the Hub does not answer, or asks for an account or a
@@ -141,6 +119,11 @@ class Repository:
             else tuple(one for one in stated or () if isinstance(one, str))
         )
         """The models that its card calls its base."""
+
+    @property
+    def shown(self) -> str:
+        """Its address, as errors name it."""
+        return str(self.address)
 
     @property
     def origin(self) -> HubOrigin:

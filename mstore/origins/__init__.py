@@ -1,0 +1,1 @@
+"""Where checkpoints come from that are in no directory: the Hugging Face Hub."""
