@@ -41,6 +41,11 @@ def is_address(text: str) -> bool:
     return _ADDRESS.fullmatch(text) is not None
 
 
+def is_page(url: str) -> bool:
+    """Return whether an address of the web is of the Hub that is asked.  Raises Unavailable."""
+    return url.startswith(f"{library().constants.ENDPOINT}/")
+
+
 class Address(msgspec.Struct, frozen=True):
     """A model on the Hub: ORG/NAME, a revision (None: the main branch), a directory of it."""
 
