@@ -33,6 +33,10 @@ class OutgoingFile(Protocol):
     def read(self, offset: int, length: int) -> bytes:
         """Return these bytes, fewer at its end.  Raises as `stream`."""
 
+    @property
+    def known_sha256(self) -> str | None:
+        """What `sha256` returned, if it was called."""
+
     def sha256(self) -> str:
         """Return the digest of all its bytes, in hexadecimal; it is computed once."""
 
@@ -46,18 +50,18 @@ class _Digests:
     size: int
 
     def __init__(self) -> None:
-        self._sha256: str | None = None
+        self.known_sha256: str | None = None
 
     def stream(self) -> Iterator[Buffer]:
         raise NotImplementedError
 
     def sha256(self) -> str:
-        if self._sha256 is None:
+        if self.known_sha256 is None:
             found = hashlib.sha256()
             for piece in self.stream():
                 found.update(piece)
-            self._sha256 = found.hexdigest()
-        return self._sha256
+            self.known_sha256 = found.hexdigest()
+        return self.known_sha256
 
     def git_blob(self) -> str:
         found = hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)

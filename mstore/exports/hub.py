@@ -423,9 +423,8 @@ class _Xet:
         self._session = hf_xet.XetSession()
 
     def send(self, file: OutgoingFile, tick: Callable[[int], None]) -> _Uploaded:
-        digest = file.sha256()
         try:
-            return _Uploaded(digest, self._sent(file, digest, tick))
+            return self._sent(file, tick)
         except (MstoreError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -435,7 +434,9 @@ class _Xet:
                 hint="run the command again: it goes on with what arrived",
             ) from error
 
-    def _sent(self, file: OutgoingFile, digest: str, tick: Callable[[int], None]) -> int:
+    def _sent(self, file: OutgoingFile, tick: Callable[[int], None]) -> _Uploaded:
+        import hf_xet
+
         headers = self._requests.headers
         own = {key: value for key, value in headers.items() if key.lower() != "authorization"}
         commit = self._session.new_upload_commit(
@@ -444,16 +445,18 @@ class _Xet:
             custom_headers=own,
         )
         try:
+            # If nobody knows it yet, Xet computes it on the way: one pass instead of two.
+            digest = file.known_sha256 or hf_xet.COMPUTE_SHA256
             stream = commit.start_upload_stream(name=file.path, sha256=digest)
             for piece in file.stream():
                 stream.write(bytes(piece))
                 tick(len(piece))
-            stream.finish()
+            made = stream.finish()
             report = commit.wait_to_finish()
         except BaseException:
             commit.abort()
             raise
-        return int(report.dedup_metrics.total_bytes_uploaded)
+        return _Uploaded(made.xet_info.sha256, report.dedup_metrics.total_bytes_uploaded)
 
 
 def _is_same(file: OutgoingFile, there: RemoteFile) -> bool:
