@@ -12,7 +12,6 @@ of the Hub.  What cards of others say is repeated if it looks like a name, and n
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -126,15 +125,15 @@ class _Card:
         """Return the text of a README.md with what it lacks."""
         found = _MATTER.match(text)
         matter = "" if found is None else found["matter"].replace("\r\n", "\n")
-        body = text if found is None else text[found.end() :]
+        body = f"\n{text}" if found is None else text[found.end() :]
         for key, value in self._keys(matter):
             matter = _without(matter, key)
             if value is not None:
                 # It quotes what YAML would read as something else than text.
                 matter += yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True)
-        body = _SECTION.sub("\n", body).replace(f" {TO_PUBLISH}", "").strip("\n")
+        body = _SECTION.sub("\n", body).replace(f" {TO_PUBLISH}", "").rstrip("\n")
         section = "\n".join([BEGIN, *self._section(), END])
-        return f"---\n{matter}---\n\n{body}\n\n{section}\n"
+        return f"---\n{matter}---\n{body}\n\n{section}\n"
 
     # -- front matter --------------------------------------------------------------------------
 
@@ -216,8 +215,7 @@ class _Card:
         for (key, name), score in notes.scores_of(self._catalog, self._view.id):
             # The key is the command, unless somebody named it: its paths are nobody's business.
             what = name if re.search(r"[\s/]", key) else key
-            if math.isfinite(score):
-                yield what, name, score
+            yield what, name, score
 
     def _model_index(self, lines: Sequence[str]) -> list[dict[str, Any]]:
         by_what: dict[str, list[dict[str, Any]]] = {}
