@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import struct
 import threading
@@ -28,6 +29,8 @@ LFS = (".safetensors", ".bin", ".onnx")
 GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 PAGE = 1000
 """Entries of one answer of a tree."""
+PIECE = 1 << 18
+"""Bytes that are sent at once."""
 
 
 @dataclass
@@ -83,7 +86,7 @@ class Fault:
 class Hub:
     """The server; `url` is its HF_ENDPOINT."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.models: dict[str, Repository] = {}
         self.tokens = {"hf_good"}
         self.reading_tokens = {"hf_read"}
@@ -106,7 +109,13 @@ class Hub:
         self.served: dict[str, bytes] = {}
         """What a file's content is in place of what the lists say."""
         self.before_send: Callable[[str], None] = lambda path: None
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        """Called before the last bytes of a file are sent."""
+        self.before_part: Callable[[str], None] = lambda path: None
+        """Called before other bytes of a file are sent."""
+        self.ranges = True
+        self.pace: Callable[[int], None] = lambda size: None
+        """Called before so many bytes of an answer are sent."""
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         # Another host, to which no client may send a token.
@@ -119,6 +128,12 @@ class Hub:
         made = self.models[id] = Repository(**options)
         made.commit(files)
         return made
+
+    def entries(self, id: str) -> None:
+        """Hash the files of a model now, and not when the first client asks."""
+        for files in self.models[id].commits.values():
+            for path, data in files.items():
+                _entry(path, data)
 
     def fail(
         self, path: str, status: int, times: int = 1, *, whole: bool = False, **headers: str
@@ -142,8 +157,8 @@ class Hub:
         return sum(path.stat().st_size for path in found if path.suffix != ".tagset")
 
     def downloads(self) -> list[str]:
-        """Return the requests for whole files of weights, in order: their paths."""
-        return [path for method, path in self.requests if method == "BYTES"]
+        """Return the paths of weights of which the last bytes were asked for, in order."""
+        return [path for method, path in self.requests if method == "BYTES" and path.endswith(LFS)]
 
     @contextmanager
     def running(self) -> Iterator[Hub]:
@@ -156,6 +171,12 @@ class Hub:
             self._server.shutdown()
             self._server.server_close()
             thread.join()
+
+
+def environment(url: str, home: Path) -> dict[str, str]:
+    """Return what a process finds that has this Hub, and nothing else of any Hub."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return {**own, "HF_ENDPOINT": url, "HF_HOME": str(home)}
 
 
 def directory_files(directory: Path) -> dict[str, bytes]:
@@ -230,7 +251,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             path = unquote(parts.path)
             hub.requests.append((self.command, path))
             self.sent = self.rfile.read(int(self.headers.get("Content-Length", "0")))
-            is_part = re.fullmatch(r"bytes=\d+-\d+", self.headers.get("Range", "")) is not None
+            is_part = self.is_part(path)
             for fault in hub.faults:
                 if fault.whole and is_part:
                     continue
@@ -442,6 +463,17 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         # -- what goes ---------------------------------------------------------------------------
 
+        def is_part(self, path: str) -> bool:
+            """Whether a range is asked for that ends before the file does."""
+            wanted = re.fullmatch(r"bytes=\d+-(\d+)", self.headers.get("Range", ""))
+            found = re.fullmatch(r"(?:/lfs)?/([^/]+/[^/]+)/(?:resolve/)?([^/]+)/(.+)", path)
+            if wanted is None or found is None or found[1] not in hub.models:
+                return False
+            repository = hub.models[found[1]]
+            files = repository.commits.get(repository.resolve(found[2]) or "", {})
+            data = hub.served.get(found[3], files.get(found[3], b""))
+            return int(wanted[1]) < len(data) - 1
+
         def allowed(self, id: str, *, content: bool) -> Repository | None:
             repository = hub.models.get(id)
             token = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -522,18 +554,20 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def body(self, path: str, data: bytes, headers: dict[str, str]) -> None:
             data = hub.served.get(path, data)
             wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            status = 200
-            if wanted is not None:
+            status, start, end = 200, 0, len(data)
+            if wanted is not None and hub.ranges:
                 start = int(wanted[1])
-                end = int(wanted[2]) + 1 if wanted[2] else len(data)
-                headers["Content-Range"] = f"bytes {start}-{min(end, len(data)) - 1}/{len(data)}"
-                data, status = data[start:end], 206
-            if self.command == "GET" and (wanted is None or not wanted[2]):
+                end = min(int(wanted[2]) + 1, len(data)) if wanted[2] else len(data)
+                headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+                status = 206
+            if self.command == "GET" and not self.is_part(unquote(urlsplit(self.path).path)):
                 hub.requests.append(("BYTES", path))
                 hub.before_send(path)
-            self.say(status, data, {**headers, "Accept-Ranges": "bytes"})
+            elif self.command == "GET":
+                hub.before_part(path)
+            self.say(status, memoryview(data)[start:end], {**headers, "Accept-Ranges": "bytes"})
 
-        def say(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+        def say(self, status: int, data: bytes | memoryview, headers: Mapping[str, str]) -> None:
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
@@ -542,7 +576,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if self.command == "HEAD":
                 return
             try:
-                self.wfile.write(data)
+                for at in range(0, len(data), PIECE):
+                    hub.pace(min(PIECE, len(data) - at))
+                    self.wfile.write(data[at : at + PIECE])
             except OSError:
                 self.close_connection = True
 
