@@ -11,6 +11,7 @@ nanoseconds since the epoch (`*_ns`) or seconds of duration (`seconds`), ids hav
 from __future__ import annotations
 
 from mstore.api.naming import RemoveReport
+from mstore.exports.export import ExportedFile, ExportReport
 from mstore.judging.evaluation import EvaluationReport
 from mstore.judging.gate import (
     CandidateReport,
@@ -43,6 +44,7 @@ from mstore.models.cast import CastReport
 from mstore.models.compare import ComparedModel, ComparedPair, ComparedPart, CompareReport
 from mstore.models.stats.analysis import AnalyzeReport
 from mstore.models.vocabulary.align import AlignedModel, AlignReport
+from mstore.origins.outdated import OriginState
 from mstore.remotes.bundling import BundleReport
 from mstore.remotes.check import RemoteCheckReport, RemoteProblem
 from mstore.remotes.collect import RemoteGcReport
@@ -126,6 +128,8 @@ __all__ = [
     "ExpertBlame",
     "ExpertShare",
     "Explanation",
+    "ExportReport",
+    "ExportedFile",
     "ExtractReport",
     "FetchReport",
     "FileDiff",
@@ -146,6 +150,7 @@ __all__ = [
     "NotFiniteTensor",
     "NoteReport",
     "OriginReport",
+    "OriginState",
     "ParameterReport",
     "ParentReport",
     "PinReport",

@@ -42,6 +42,11 @@ def is_address(text: str) -> bool:
     return _ADDRESS.fullmatch(text) is not None
 
 
+def is_page(url: str) -> bool:
+    """Return whether an address of the web is of the Hub that is asked.  Raises Unavailable."""
+    return url.startswith(f"{library().constants.ENDPOINT}/")
+
+
 class Address(msgspec.Struct, frozen=True):
     """A model on the Hub: ORG/NAME, a revision (None: the main branch), a directory of it."""
 
@@ -114,6 +119,7 @@ class HubRepository:
             lambda: self._api.model_info(address.model, revision=address.revision, timeout=60)
         )
         self.commit = str(info.sha)
+        self.is_private = bool(info.private)
         stated = getattr(info.card_data, "base_model", None)
         self.bases: tuple[str, ...] = (
             (stated,)
@@ -194,7 +200,7 @@ class HubRepository:
             try:
                 return self._range(file, offset, end, tick)
             except Exception as error:
-                response = _response(error)
+                response = answer_of(error)
                 if not is_known or response is None or response.status_code in _BUSY:
                     raise
             # The address that the Hub told is good for some minutes.
@@ -282,17 +288,24 @@ class HubRepository:
         )
 
     def _asked(self, ask: Callable[[], T]) -> T:
-        """Ask the Hub, and ask again as long as it is busy and says when."""
-        for number in range(_TRIES):
-            with _told(self.address):
-                try:
-                    return ask()
-                except Exception as error:
-                    wait = _wait(error, number)
-                    if wait is None or number == _TRIES - 1:
-                        raise
-            time.sleep(wait)
-        raise AssertionError("the last try returns or raises")
+        return asked(self.address, ask)
+
+
+def asked(address: Address, ask: Callable[[], T]) -> T:
+    """Ask the Hub, and ask again as long as it is busy and says when.
+
+    Raises errors of huggingface_hub as ours: NotFound, Unavailable, StorageFailed.
+    """
+    for number in range(_TRIES):
+        with _told(address):
+            try:
+                return ask()
+            except Exception as error:
+                wait = _wait(error, number)
+                if wait is None or number == _TRIES - 1:
+                    raise
+        time.sleep(wait)
+    raise AssertionError("the last try returns or raises")
 
 
 def _wait(error: Exception, number: int) -> float | None:
@@ -301,7 +314,7 @@ def _wait(error: Exception, number: int) -> float | None:
 
     if isinstance(error, httpx2.TransportError):
         return float(2**number) / 4
-    response = _response(error)
+    response = answer_of(error)
     if response is None or response.status_code not in _BUSY:
         return None
     told = str(response.headers.get("Retry-After", ""))
@@ -309,7 +322,7 @@ def _wait(error: Exception, number: int) -> float | None:
     return wait if wait <= _LONGEST_WAIT else None
 
 
-def _response(error: BaseException) -> Any:
+def answer_of(error: BaseException) -> Any:
     """Return the answer that an error of huggingface_hub, or one that it hides, is about."""
     answers = (getattr(one, "response", None) for one in _chain(error))
     return next((one for one in answers if one is not None), None)
