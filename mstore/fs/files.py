@@ -488,6 +488,17 @@ def in_memory(head: bytes, descriptor: int, size: int) -> int:
     return made
 
 
+def name_in_memory(path: Path, descriptor: int) -> None:
+    """Give a file in memory a name for this process, below a `scratch` directory.
+
+    The name leads nowhere when the descriptor is closed.
+    """
+    with translated(path):
+        announce("link", path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(f"/proc/self/fd/{descriptor}")
+
+
 def unnamed(place: Path, pieces: Iterable[Buffer]) -> memoryview:
     """Return these pieces, one after the other, as a mapped file that has no name.
 
