@@ -51,6 +51,7 @@ from mstore.fs.files import (
     sync_directory,
     unlink,
     unnamed,
+    zeros_in_memory,
 )
 from mstore.fs.locks import LockFile, locked
 from mstore.fs.rights import may_write, owners, require_writable, share, share_tree, user_name
@@ -140,4 +141,5 @@ __all__ = [
     "unnamed",
     "unread",
     "user_name",
+    "zeros_in_memory",
 ]

@@ -96,10 +96,11 @@ def mount(
         ),
     ] = Verify.ONCE,
 ) -> None:
-    """Show a snapshot, one model, the store or its adapters as a directory.
+    """Show a snapshot, one model or the store as a directory.
 
-    The directory is read-only. Paths of REF:MODEL begin in the model's directory. The command
-    returns when the mount works. The mount stays after you close the shell.
+    With --adapters it shows the adapters of the store. The directory is read-only. Paths of
+    REF:MODEL begin in the model's directory. The command returns when the mount works. The mount
+    stays after you close the shell.
     """
     if everything and adapters:
         raise UsageError("give --all or --adapters, not both", hint="mstore mount --help")

@@ -13,7 +13,6 @@ Only this process can open the links, and its threads.
 
 from __future__ import annotations
 
-import glob
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ from mstore.api.open_store import thread_count
 from mstore.checkpoint.models import Model, is_weights, place_of
 from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
 from mstore.store.ahead import in_order
+from mstore.store.objects.shapes import literal_pattern
 from mstore.store.view import SnapshotView
 
 _PIECE_BYTES: Final = 4 << 20
@@ -61,7 +61,7 @@ def as_directory(
         place = stack.enter_context(fs.scratch()) / "model"
         copied = [path for path in shown if not path.endswith(SAFETENSORS_SUFFIX)]
         if copied:
-            only = [glob.escape(path) for path in copied]
+            only = [literal_pattern(path) for path in copied]
             snapshot._store.checkout(snapshot.id, place, only=only)
         for path in shown:
             if path.endswith(SAFETENSORS_SUFFIX):
@@ -86,9 +86,8 @@ def _of_other_variants(models: Mapping[str, Model], variant: str | None) -> Call
 def _in_memory(view: SnapshotView, path: str) -> int:
     """Return a descriptor of a file in memory with the bytes of a file of the snapshot."""
     size = view.files[path]
-    descriptor = fs.in_memory(b"", -1, 0)
+    descriptor = fs.zeros_in_memory(size)
     try:
-        os.truncate(descriptor, size)
         # Not closed here: an error that is on its way still names parts of it.
         _fill(view, path, memoryview(mmap.mmap(descriptor, size)))
     except BaseException:

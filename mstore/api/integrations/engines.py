@@ -39,7 +39,7 @@ class StoredWeights(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, told: Mapping[str, Any], where: str) -> StoredWeights:
-        """Return what an engine was told, as the option `where`.
+        """Return what an engine was told, in its setting `where`.
 
         Raises BadRequest for other keys, and where one is missing.
         """
@@ -48,7 +48,7 @@ class StoredWeights(msgspec.Struct, frozen=True):
             raise BadRequest(
                 f"needs {' and '.join(names)}, as text, and takes nothing else: {dict(told)!r}",
                 where=where,
-                hint=f'{where} \'{{"store": "/PATH/OF/STORE", "ref": "NAME"}}\'',
+                hint='{"store": "/PATH/OF/STORE", "ref": "NAME"}',
             )
         return cls(**told)
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from mstore.api.integrations.engines import StoredWeights
 
-_OPTION: Final = "--model-loader-extra-config"
+_SETTING: Final = "model_loader_extra_config"
 _LOADERS: Final = "sglang.srt.model_loader.loader"
 
 
@@ -36,7 +36,7 @@ def _get_model_loader(original: Callable[..., Any], load_config: Any, *args: Any
     told = load_config.model_loader_extra_config or {}
     if "store" not in told:
         return original(load_config, *args, **kw)
-    weights = StoredWeights.of(told, _OPTION)
+    weights = StoredWeights.of(told, _SETTING)
     # What is wrong is told before SGLang makes a model.
     weights.check()
 

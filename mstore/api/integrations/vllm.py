@@ -16,7 +16,7 @@ from typing import Any, Final
 from mstore.api.integrations.engines import StoredWeights
 from mstore.terms.errors import BadRequest
 
-_OPTION: Final = "--model-loader-extra-config"
+_SETTING: Final = "model_loader_extra_config"
 _FORMAT: Final = "mstore"
 
 
@@ -33,7 +33,7 @@ def register() -> None:
 
         def __init__(self, load_config: Any) -> None:
             super().__init__(load_config)
-            self._weights = StoredWeights.of(load_config.model_loader_extra_config or {}, _OPTION)
+            self._weights = StoredWeights.of(load_config.model_loader_extra_config or {}, _SETTING)
             # What is wrong is told before vLLM makes a model.
             self._weights.check()
 
