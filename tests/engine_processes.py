@@ -63,11 +63,12 @@ class ModelConfig:
 
 
 def by_vllm(model: ModelConfig, extra: dict[str, Any]) -> Any:
-    """The model as vLLM loads it; its plugins come first, and again, as in its processes."""
+    """The model as vLLM loads it; it may run its plugins several times in a process."""
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    load_general_plugins.cache_clear()
     load_general_plugins()
     loader = get_model_loader(LoadConfig(extra))
     loader.download_model(model)
@@ -80,6 +81,7 @@ def by_sglang(model: ModelConfig, extra: dict[str, Any]) -> Any:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    load_plugins.cache_clear()
     load_plugins()
     config = LoadConfig(extra, load_format="auto")
     loader = loaders.get_model_loader(load_config=config, model_config=model)

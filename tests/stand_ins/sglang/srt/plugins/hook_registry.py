@@ -19,6 +19,7 @@ class HookRegistry:
     """The hooks of this process."""
 
     _hooks: ClassVar[dict[str, list[Callable[..., Any]]]] = {}
+    _patched: ClassVar[set[str]] = set()
 
     @classmethod
     def register(cls, target: str, hook: Callable[..., Any], hook_type: HookType) -> None:
@@ -31,6 +32,9 @@ class HookRegistry:
         """Put every hook around its function."""
         for target, hooks in cls._hooks.items():
             assert len(hooks) == 1, "SGLang warns: several hooks around one function"
+            if target in cls._patched:
+                continue
+            cls._patched.add(target)
             module, _, name = target.rpartition(".")
             owner = pkgutil.resolve_name(module)
             setattr(owner, name, partial(hooks[0], getattr(owner, name)))
