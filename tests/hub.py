@@ -69,6 +69,10 @@ class Hub:
         self.served: dict[str, bytes] = {}
         """What a file's content is in place of what the lists say."""
         self.before_send: Callable[[str], None] = lambda path: None
+        """Called before the last bytes of a file are sent."""
+        self.before_part: Callable[[str], None] = lambda path: None
+        """Called before other bytes of a file are sent."""
+        self.ranges = True
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -94,8 +98,8 @@ class Hub:
         self.faults.append(Fault(re.compile(path), status, told, times, whole))
 
     def downloads(self) -> list[str]:
-        """Return the requests for whole files of weights, in order: their paths."""
-        return [path for method, path in self.requests if method == "BYTES"]
+        """Return the paths of weights of which the last bytes were asked for, in order."""
+        return [path for method, path in self.requests if method == "BYTES" and path.endswith(LFS)]
 
     @contextmanager
     def running(self) -> Iterator[Hub]:
@@ -146,7 +150,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             parts = urlsplit(self.path)
             path = unquote(parts.path)
             hub.requests.append((self.command, path))
-            is_part = re.fullmatch(r"bytes=\d+-\d+", self.headers.get("Range", "")) is not None
+            is_part = self.is_part(path)
             for fault in hub.faults:
                 if fault.whole and is_part:
                     continue
@@ -167,6 +171,17 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.body(found[3], hub.models[found[1]].commits[found[2]][found[3]], {})
             else:
                 self.say(404, b"", {})
+
+        def is_part(self, path: str) -> bool:
+            """Whether a range is asked for that ends before the file does."""
+            wanted = re.fullmatch(r"bytes=\d+-(\d+)", self.headers.get("Range", ""))
+            found = re.fullmatch(r"(?:/lfs)?/([^/]+/[^/]+)/(?:resolve/)?([^/]+)/(.+)", path)
+            if wanted is None or found is None or found[1] not in hub.models:
+                return False
+            repository = hub.models[found[1]]
+            files = repository.commits.get(repository.resolve(found[2]) or "", {})
+            data = hub.served.get(found[3], files.get(found[3], b""))
+            return int(wanted[1]) < len(data) - 1
 
         def allowed(self, id: str, *, content: bool) -> Repository | None:
             repository = hub.models.get(id)
@@ -249,14 +264,16 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             data = hub.served.get(path, data)
             wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
             status = 200
-            if wanted is not None:
+            if wanted is not None and hub.ranges:
                 start = int(wanted[1])
                 end = int(wanted[2]) + 1 if wanted[2] else len(data)
                 headers["Content-Range"] = f"bytes {start}-{min(end, len(data)) - 1}/{len(data)}"
                 data, status = data[start:end], 206
-            if self.command == "GET" and (wanted is None or not wanted[2]):
+            if self.command == "GET" and not self.is_part(unquote(urlsplit(self.path).path)):
                 hub.requests.append(("BYTES", path))
                 hub.before_send(path)
+            elif self.command == "GET":
+                hub.before_part(path)
             self.say(status, data, {**headers, "Accept-Ranges": "bytes"})
 
         def say(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:

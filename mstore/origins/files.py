@@ -1,17 +1,16 @@
-"""A checkpoint on the Hub as one that `add` reads: file by file, without a second copy on disk.
+"""A checkpoint in a repository as one that `add` reads, without a second copy on disk.
 
 What decides how a checkpoint is read must be known before its first tensor: all names and sizes,
 headers, indexes, configs.  So a scratch directory gets every file in its size, as a hole without
 bytes, and in it only what `scan` reads.  `scan` then is the one of any directory.  Tensor data
-comes when a file is opened (`DownloadedFile`): the file is downloaded, and removed when it is
-closed, so that one at a time lies there.
+comes when a file is opened (`RepositoryFile`), piece by piece while it is stored.
 
 A file is not downloaded
 - if the user's cache has it: it is read there;
 - if the store has a file of this path and size, from this repository, whose bytes have the digest
-  that the Hub tells (`StoredFile`).  So an add that was interrupted goes on where it was, and a new
-  revision costs what changed in it.  The bytes decide: what another store calls an origin proves
-  nothing.
+  that the repository lists (`StoredFile`).  So an add that was interrupted goes on where it was,
+  and a new revision costs what changed in it.  The bytes decide: what another store calls an
+  origin proves nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ from mstore.checkpoint.paths import (
     check_relative,
     quoted,
 )
-from mstore.checkpoint.reading import OpenSource, Stamp, StampedFile, changed
+from mstore.checkpoint.reading import OpenSource, changed
 from mstore.checkpoint.tree import HubOrigin, walk
+from mstore.origins.arriving import ArrivingFile
 from mstore.origins.repository import RemoteFile, Repository
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import File
@@ -62,20 +62,11 @@ _TRIED: Final = 4
 """How many stored files of one path are compared with the digest."""
 
 
-class _Download(StampedFile):
-    """A downloaded file, removed when it is closed."""
-
-    def close(self) -> None:
-        super().close()
-        fs.unlink(self._path, missing_ok=True)
-
-
-class DownloadedFile(SourceFile, frozen=True, kw_only=True):
-    """A file that is downloaded when it is opened.  `absolute` is its hole."""
+class RepositoryFile(SourceFile, frozen=True, kw_only=True):
+    """A file that comes from its repository when it is read.  `absolute` is its hole."""
 
     remote: RemoteFile
     repository: Repository
-    directory: Path
     tick: Callable[[int], None]
 
     @property
@@ -84,12 +75,8 @@ class DownloadedFile(SourceFile, frozen=True, kw_only=True):
         return True
 
     def open(self) -> OpenSource:
-        """Download the file and open it."""
-        path = self.repository.download(self.remote, self.directory, self.tick).resolve()
-        try:
-            return _Download(path, Stamp.of(path.lstat()))
-        except OSError:
-            raise changed(str(path)) from None
+        """Open the file; what is read ahead of the reader is on its way at once."""
+        return ArrivingFile(self.repository, self.remote, self.tick)
 
     def read(self, offset: int, length: int) -> bytes:
         """Return these bytes, without the rest of the file."""
@@ -211,13 +198,7 @@ def scanned(
             files.append(StoredFile(*own, view=stored[file.path]))
         else:
             files.append(
-                DownloadedFile(
-                    *own,
-                    remote=listed[file.path],
-                    repository=repository,
-                    directory=scratch / "arriving",
-                    tick=tick,
-                )
+                RepositoryFile(*own, remote=listed[file.path], repository=repository, tick=tick)
             )
     checkpoint = replace(found, files=tuple(files), origin=repository.origin)
     return Scanned(checkpoint, frozenset(view.id for view in stored.values()))
@@ -274,7 +255,8 @@ def _fill(
         is_index(file.path) and limits is not None and file.size <= limits.max_index_bytes
     ):
         data = repository.read(file, 0, file.size)
-        repository.require_digest(file, data)
+        if not file.matches([data]):
+            raise repository.other_bytes(file)
     else:
         return
     fs.overwrite(holes / file.path, data)

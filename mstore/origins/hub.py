@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
-from mstore import fs
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import storage_error
 from mstore.checkpoint.tree import HUB_PREFIX, HubOrigin
@@ -30,7 +30,8 @@ T = TypeVar("T")
 _ADDRESS: Final = re.compile(r"hf:/{0,2}(?P<rest>[^/].*)")
 """An address; as a path it has one slash for several."""
 _BUSY: Final = frozenset({408, 429, 500, 502, 503, 504})
-_PIECE: Final = 1 << 20
+_FEW: Final = 1 << 20
+"""A file of up to this many bytes is read by one request."""
 _TRIES: Final = 6
 _LONGEST_WAIT: Final = 300.0
 """Seconds.  A server that asks for more is told to the user."""
@@ -108,6 +109,7 @@ class HubRepository:
         self.endpoint: str = hub.constants.ENDPOINT
         self._api: huggingface_hub.HfApi = hub.HfApi(endpoint=self.endpoint, library_name="mstore")
         self._headers: dict[str, str] = hub.utils.build_hf_headers(library_name="mstore")
+        self._locations: dict[str, str] = {}
         info = self._asked(
             lambda: self._api.model_info(address.model, revision=address.revision, timeout=60)
         )
@@ -175,82 +177,96 @@ class HubRepository:
         path = Path(found)
         return path if path.stat().st_size == file.size else None
 
-    def read(self, file: RemoteFile, offset: int, length: int) -> bytes:
+    def read(
+        self,
+        file: RemoteFile,
+        offset: int,
+        length: int,
+        tick: Callable[[int], None] | None = None,
+    ) -> bytes:
         """Return these bytes of a file, fewer at its end."""
         end = min(offset + length, file.size)
         if end <= offset:
             return b""
-        hub = library()
-        url = hub.hf_hub_url(
-            self.address.model,
-            self._place(file.path),
-            revision=self.commit,
-            endpoint=self.endpoint,
-        )
-        headers = {
-            **self._headers,
-            "Range": f"bytes={offset}-{end - 1}",
-            "Accept-Encoding": "identity",
-        }
 
         def ask() -> bytes:
-            pieces: list[bytes] = []
-            got, skip = 0, offset
-            with hub.get_session().stream(
-                "GET", url, headers=headers, follow_redirects=True, timeout=60
-            ) as response:
-                hub.utils.hf_raise_for_status(response)
-                if response.status_code == 206:
-                    skip = 0
-                for piece in response.iter_bytes():
-                    kept = piece[skip:]
-                    skip -= len(piece) - len(kept)
-                    pieces.append(kept)
-                    got += len(kept)
-                    if got >= end - offset:
-                        break
-            return b"".join(pieces)[: end - offset]
+            is_known = file.path in self._locations
+            try:
+                return self._range(file, offset, end, tick)
+            except Exception as error:
+                response = _response(error)
+                if not is_known or response is None or response.status_code in _BUSY:
+                    raise
+            # The address that the Hub told is good for some minutes.
+            self._locations.pop(file.path, None)
+            return self._range(file, offset, end, tick)
 
         data = self._asked(ask)
         if len(data) != end - offset:
             raise self._changed(file)
         return data
 
-    def download(self, file: RemoteFile, directory: Path, tick: Callable[[int], None]) -> Path:
-        """Download a whole file to its place below a directory; return the file.
+    def _range(
+        self, file: RemoteFile, offset: int, end: int, tick: Callable[[int], None] | None
+    ) -> bytes:
+        hub = library()
+        url, headers = self._located(file)
+        headers = {
+            **headers,
+            "Range": f"bytes={offset}-{end - 1}",
+            "Accept-Encoding": "identity",
+        }
+        pieces: list[bytes] = []
+        got = 0
+        try:
+            with hub.get_session().stream(
+                "GET", url, headers=headers, follow_redirects=True, timeout=60
+            ) as response:
+                hub.utils.hf_raise_for_status(response)
+                if response.status_code != 206 and (offset, end) != (0, file.size):
+                    raise Unavailable(
+                        "the Hub sends no parts of files",
+                        where=str(self.address),
+                        hint=f"hf download {self.address.model}, and add what that prints",
+                    )
+                for piece in response.iter_bytes():
+                    pieces.append(piece)
+                    got += len(piece)
+                    if tick is not None:
+                        tick(len(piece))
+                    if got >= end - offset:
+                        break
+        except Exception:
+            if tick is not None:
+                with suppress(Exception):
+                    tick(-got)
+            raise
+        return b"".join(pieces)[: end - offset]
 
-        tick: called with the bytes that arrived, now and then, from any thread.
+    def _located(self, file: RemoteFile) -> tuple[str, Mapping[str, str]]:
+        """Return where the bytes of a file are, and what to tell there.
+
+        The Hub counts what it is asked.  So only the first request asks it; it tells an address
+        elsewhere, and the next go there.
         """
         hub = library()
-        bar = _bar(tick)
-        place = self._place(file.path)
-        found = self._asked(
-            lambda: Path(
-                hub.hf_hub_download(
-                    self.address.model,
-                    place,
-                    revision=self.commit,
-                    local_dir=directory,
-                    endpoint=self.endpoint,
-                    library_name="mstore",
-                    tqdm_class=bar,
-                )
-            )
+        page: str = hub.hf_hub_url(
+            self.address.model,
+            self._place(file.path),
+            revision=self.commit,
+            endpoint=self.endpoint,
         )
-        if found.stat().st_size != file.size:
-            raise self._changed(file)
-        # huggingface_hub looks at the length alone, and a mirror may send anything.
-        with fs.reading(found), found.open("rb") as arrived:
-            if not file.matches(iter(lambda: arrived.read(_PIECE), b"")):
-                raise self._other(file)
-        return found
+        if file.size <= _FEW:
+            return page, self._headers
+        found = self._locations.get(file.path)
+        if found is None:
+            told = hub.get_hf_file_metadata(page, headers=dict(self._headers), timeout=60)
+            found = self._locations[file.path] = told.location
+        is_here = urlsplit(found)[:2] == urlsplit(self.endpoint)[:2]
+        return found, self._headers if is_here else {}
 
-    def require_digest(self, file: RemoteFile, data: bytes) -> None:
-        """Require that all bytes of a file are those that the Hub lists."""
-        if not file.matches([data]):
-            raise self._other(file)
-
-    def _other(self, file: RemoteFile) -> BadCheckpoint:
+    def other_bytes(self, file: RemoteFile) -> BadCheckpoint:
+        """Return the error for a file that has not the digest that the Hub lists."""
         return BadCheckpoint(
             f"the Hub sent other bytes of {quoted(file.path)} than it lists",
             where=str(self.address),
@@ -393,18 +409,3 @@ def _from_cache(address: Address) -> Phrase | None:
     revision = "" if address.revision is None else f"@{address.revision}"
     add = call("add", f"{address.model}{revision}", name="REF")
     return phrase("from the cache: {add}", add=add)
-
-
-def _bar(tick: Callable[[int], None]) -> type:
-    """Return what huggingface_hub takes for a progress bar: it draws nothing, and calls `tick`."""
-    bar: Any = library().utils.tqdm
-
-    class Quiet(bar):  # type: ignore[misc]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            options["disable"] = True
-            super().__init__(*arguments, **options)
-
-        def update(self, n: float | None = 1) -> None:
-            tick(int(n or 0))
-
-    return Quiet

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from mstore.checkpoint.tree import HubOrigin
+from mstore.terms.errors import BadCheckpoint
 from mstore.terms.ids import Buffer
 
 
@@ -24,11 +25,15 @@ class RemoteFile(msgspec.Struct, frozen=True):
     digest: str
     is_git: bool
 
+    def new_digest(self) -> hashlib._Hash:
+        """Return what is to be updated with all bytes of the file."""
+        if not self.is_git:
+            return hashlib.sha256()
+        return hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
+
     def matches(self, pieces: Iterable[Buffer]) -> bool:
         """Return whether these bytes have the digest."""
-        found = hashlib.sha1(usedforsecurity=False) if self.is_git else hashlib.sha256()
-        if self.is_git:
-            found.update(f"blob {self.size}\0".encode())
+        found = self.new_digest()
         for piece in pieces:
             found.update(piece)
         return found.hexdigest() == self.digest
@@ -55,14 +60,18 @@ class Repository(Protocol):
     def cached(self, file: RemoteFile) -> Path | None:
         """Return where the user has a file on this machine; None if nowhere."""
 
-    def read(self, file: RemoteFile, offset: int, length: int) -> bytes:
-        """Return these bytes of a file, fewer at its end."""
+    def read(
+        self,
+        file: RemoteFile,
+        offset: int,
+        length: int,
+        tick: Callable[[int], None] | None = None,
+    ) -> bytes:
+        """Return these bytes of a file, fewer at its end; in any thread.
 
-    def download(self, file: RemoteFile, directory: Path, tick: Callable[[int], None]) -> Path:
-        """Download a whole file to its place below a directory; return the file.
-
-        tick: called with the bytes that arrived, now and then, from any thread.
+        tick: called with the bytes that arrived, now and then; what it raises ends the request.
+        If the place is asked again, it is told less than nothing.
         """
 
-    def require_digest(self, file: RemoteFile, data: bytes) -> None:
-        """Require that all bytes of a file are those that the place lists."""
+    def other_bytes(self, file: RemoteFile) -> BadCheckpoint:
+        """Return the error for a file that has not the digest that the place lists."""
