@@ -12,7 +12,7 @@ import io
 import tarfile
 import zlib
 from collections.abc import Iterator
-from typing import IO, Final
+from typing import IO, Final, Protocol
 
 import zstandard
 
@@ -53,10 +53,14 @@ class _Arriving(io.RawIOBase):
         return length
 
 
+class _Readable(Protocol):
+    def read(self, length: int, /) -> bytes: ...
+
+
 class _Forward:
     """What tarfile reads: forward only, no large piece at once, no more than `most` bytes."""
 
-    def __init__(self, source: IO[bytes], most: int) -> None:
+    def __init__(self, source: _Readable, most: int) -> None:
         self._source = source
         self._most = most
         self._at = 0
@@ -132,10 +136,10 @@ def members(
         raise BadCheckpoint("a layer is no sound tar", where=where) from error
 
 
-def _unpacked(source: IO[bytes] | io.BufferedReader, compression: str) -> IO[bytes]:
+def _unpacked(source: io.BufferedReader, compression: str) -> _Readable:
     if compression == "gzip":
         return gzip.GzipFile(fileobj=source)
     if compression == "zstd":
         reader = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
-        return reader.stream_reader(source, read_across_frames=True)  # type: ignore[return-value]
-    return source  # type: ignore[return-value]
+        return reader.stream_reader(source, read_across_frames=True)
+    return source

@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import storage_error
-from mstore.checkpoint.tree import HUB_PREFIX, HubOrigin
+from mstore.checkpoint.tree import HUB_PREFIX, hub_origin
 from mstore.origins.repository import RemoteFile
 from mstore.terms.errors import BadCheckpoint, BadRequest, MstoreError, NotFound, Unavailable
 from mstore.terms.phrases import Phrase, call, joined, phrase
@@ -115,12 +116,11 @@ class HubRepository:
         )
         self.commit = str(info.sha)
         stated = getattr(info.card_data, "base_model", None)
-        self.bases: tuple[str, ...] = (
+        self._bases: tuple[str, ...] = (
             (stated,)
             if isinstance(stated, str)
             else tuple(one for one in stated or () if isinstance(one, str))
         )
-        """The models that its card calls its base."""
 
     @property
     def shown(self) -> str:
@@ -128,9 +128,14 @@ class HubRepository:
         return str(self.address)
 
     @property
-    def origin(self) -> HubOrigin:
+    def bases(self) -> tuple[str, ...]:
+        """The models that its card calls its base."""
+        return self._bases
+
+    @property
+    def origin(self) -> Origin:
         """What a snapshot of it records."""
-        return HubOrigin(
+        return hub_origin(
             self.address.model,
             self.address.revision or "main",
             self.commit,
