@@ -1,11 +1,14 @@
-"""A small Hugging Face Hub for tests: what huggingface_hub needs to download, at a real socket.
+"""A small Hugging Face Hub for tests: what huggingface_hub needs, at a real socket.
 
 Repositories are commits in memory.  Files of weights are served as the Hub serves LFS files: the
-page redirects to another address, which has the bytes; others come from the page itself.
+page redirects to another address, which has the bytes; others come from the page itself.  Uploads
+go as to the Hub: a question how each file is to come, contents of large files at another address,
+whole or in parts, then one commit, which is refused if its parent is not the newest.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -20,6 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 LFS = (".safetensors", ".bin", ".onnx")
+GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 PAGE = 1000
 """Entries of one answer of a tree."""
 
@@ -33,14 +37,30 @@ class Repository:
     card: dict[str, Any] = field(default_factory=dict)
     gated: bool = False
     private: bool = False
+    parents: dict[str, str | None] = field(default_factory=dict)
+    messages: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Of each commit its summary and its description."""
 
-    def commit(self, files: Mapping[str, bytes], ref: str = "main") -> str:
+    def commit(
+        self,
+        files: Mapping[str, bytes],
+        ref: str = "main",
+        message: tuple[str, str] = ("", ""),
+        parent: str | None = None,
+    ) -> str:
         """Make these files the newest commit of a ref; return its id."""
         text = repr((len(self.commits), ref, sorted(files))).encode()
         id = hashlib.sha1(text).hexdigest()
         self.commits[id] = dict(files)
+        self.parents[id] = parent or self.refs.get(ref)
+        self.messages[id] = message
         self.refs[ref] = id
         return id
+
+    def tip(self, ref: str = "main") -> dict[str, bytes]:
+        """Return the files of a ref, but those that are the Hub's own."""
+        files = self.commits[self.refs[ref]]
+        return {path: data for path, data in files.items() if path != ".gitattributes"}
 
     def resolve(self, revision: str) -> str | None:
         """Return the commit of a revision."""
@@ -64,6 +84,18 @@ class Hub:
     def __init__(self) -> None:
         self.models: dict[str, Repository] = {}
         self.tokens = {"hf_good"}
+        self.reading_tokens = {"hf_read"}
+        """Tokens that may not write."""
+        self.part_size = 0
+        """Large files come in parts of so many bytes; 0: each in one request."""
+        self.objects: dict[str, bytes] = {}
+        """What was uploaded, by SHA-256."""
+        self.parts: dict[str, dict[int, bytes]] = {}
+        self.uploads: list[tuple[str, int]] = []
+        """Requests that brought contents: address and bytes."""
+        self.after_commit: Callable[[], int | None] = lambda: None
+        """Called when a commit is made; a number is the status of the answer in its place."""
+        self.before_commit: Callable[[], None] = lambda: None
         self.requests: list[tuple[str, str]] = []
         self.faults: list[Fault] = []
         self.served: dict[str, bytes] = {}
@@ -146,10 +178,17 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             self.answer()
 
+        def do_POST(self) -> None:
+            self.answer()
+
+        def do_PUT(self) -> None:
+            self.answer()
+
         def answer(self) -> None:
             parts = urlsplit(self.path)
             path = unquote(parts.path)
             hub.requests.append((self.command, path))
+            self.sent = self.rfile.read(int(self.headers.get("Content-Length", "0")))
             is_part = self.is_part(path)
             for fault in hub.faults:
                 if fault.whole and is_part:
@@ -159,7 +198,13 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     self.say(fault.status, b"", fault.headers)
                     return
             query = parse_qs(parts.query)
-            if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+            if self.command in ("POST", "PUT"):
+                self.take(path, query)
+            elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commits/(.+)", path):
+                self.history(found[1], found[2])
+            elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/discussions", path):
+                self.discussions(found[1], int(query.get("p", ["0"])[0]))
+            elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
                 self.info(found[1], found[2] or "main")
             elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
                 self.tree(found[1], found[2], int(query.get("cursor", ["0"])[0]))
@@ -182,6 +227,179 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             files = repository.commits.get(repository.resolve(found[2]) or "", {})
             data = hub.served.get(found[3], files.get(found[3], b""))
             return int(wanted[1]) < len(data) - 1
+
+        # -- what comes --------------------------------------------------------------------------
+
+        def take(self, path: str, query: Mapping[str, list[str]]) -> None:
+            if found := re.fullmatch(r"/lfs-upload/([0-9a-f]{64})(?:/(\d+))?", path):
+                self.take_content(found[1], None if found[2] is None else int(found[2]))
+                return
+            if found := re.fullmatch(r"/lfs-complete/([0-9a-f]{64})", path):
+                parts = hub.parts.pop(found[1])
+                told = [one["partNumber"] for one in json.loads(self.sent)["parts"]]
+                assert told == sorted(parts)
+                self.keep(found[1], b"".join(parts[number] for number in told))
+                return
+            if not self.may_write():
+                return
+            if path == "/api/repos/create":
+                self.create(json.loads(self.sent))
+            elif found := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+                self.batch(json.loads(self.sent))
+            elif found := re.fullmatch(
+                r"/api/models/([^/]+/[^/]+)/(branch|preupload|commit)/(.+)", path
+            ):
+                repository = hub.models.get(found[1])
+                if repository is None:
+                    self.say(404, b"", {"X-Error-Code": "RepoNotFound"})
+                elif found[2] == "branch":
+                    self.branch(repository, found[3], json.loads(self.sent))
+                elif found[2] == "preupload":
+                    self.preupload(json.loads(self.sent))
+                else:
+                    self.commit(found[1], repository, found[3], is_proposed="create_pr" in query)
+            else:
+                self.say(404, b"", {})
+
+        def may_write(self) -> bool:
+            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            if token in hub.tokens:
+                return True
+            if token in hub.reading_tokens:
+                self.told({"error": "this token may only read"}, 403)
+            else:
+                self.told({"error": "Invalid username or password."}, 401)
+            return False
+
+        def create(self, asked: Mapping[str, Any]) -> None:
+            id = f"{asked['organization']}/{asked['name']}"
+            if id in hub.models:
+                self.told({"error": "You already created this model repo"}, 409)
+                return
+            private = asked.get("private") is True or asked.get("visibility") == "private"
+            hub.model(id, {".gitattributes": GITATTRIBUTES}, private=private)
+            self.told({"url": f"{hub.url}/{id}"})
+
+        def branch(self, repository: Repository, name: str, asked: Mapping[str, Any]) -> None:
+            if name in repository.refs:
+                self.told({"error": "it is there"}, 409)
+                return
+            start = asked.get("startingPoint", "main")
+            repository.refs[name] = str(repository.resolve(start))
+            self.told({})
+
+        def preupload(self, asked: Mapping[str, Any]) -> None:
+            files = [
+                {
+                    "path": one["path"],
+                    "uploadMode": "lfs" if one["path"].endswith(LFS) else "regular",
+                    "shouldIgnore": False,
+                }
+                for one in asked["files"]
+            ]
+            self.told({"files": files})
+
+        def batch(self, asked: Mapping[str, Any]) -> None:
+            self.told(
+                {"objects": [self.action(one["oid"], one["size"]) for one in asked["objects"]]}
+            )
+
+        def action(self, oid: str, size: int) -> dict[str, Any]:
+            named: dict[str, Any] = {"oid": oid, "size": size}
+            if oid in hub.objects:
+                return named
+            upload: dict[str, Any] = {"href": f"{hub.elsewhere}/lfs-upload/{oid}"}
+            if hub.part_size and size > hub.part_size:
+                count = -(-size // hub.part_size)
+                header = {
+                    str(n): f"{hub.elsewhere}/lfs-upload/{oid}/{n}" for n in range(1, count + 1)
+                }
+                upload["header"] = {"chunk_size": str(hub.part_size), **header}
+                upload["href"] = f"{hub.elsewhere}/lfs-complete/{oid}"
+            return {**named, "actions": {"upload": upload}}
+
+        def take_content(self, oid: str, part: int | None) -> None:
+            if "Authorization" in self.headers:
+                hub.leaked.append(self.headers["Authorization"])
+            hub.uploads.append((f"{oid}/{part or ''}", len(self.sent)))
+            if part is None:
+                self.keep(oid, self.sent)
+                return
+            hub.parts.setdefault(oid, {})[part] = self.sent
+            self.say(200, b"", {"ETag": f'"{part}"'})
+
+        def keep(self, oid: str, data: bytes) -> None:
+            if hashlib.sha256(data).hexdigest() != oid:
+                self.told({"error": "other bytes"}, 400)
+                return
+            hub.objects[oid] = data
+            self.told({})
+
+        def commit(
+            self, id: str, repository: Repository, branch: str, *, is_proposed: bool
+        ) -> None:
+            hub.before_commit()
+            lines = [json.loads(line) for line in self.sent.splitlines()]
+            header = lines[0]["value"]
+            tip = repository.refs.get(branch)
+            if tip is None:
+                self.say(404, b"", {"X-Error-Code": "RevisionNotFound"})
+                return
+            if header.get("parentCommit") not in (None, tip):
+                self.told({"error": "A commit has happened since. Please refresh."}, 412)
+                return
+            files = dict(repository.commits[tip])
+            for one in lines[1:]:
+                value = one["value"]
+                match one["key"]:
+                    case "file":
+                        files[value["path"]] = base64.b64decode(value["content"])
+                    case "lfsFile":
+                        if value["oid"] not in hub.objects:
+                            self.told({"error": f"no object {value['oid']}"}, 400)
+                            return
+                        files[value["path"]] = hub.objects[value["oid"]]
+                    case "deletedFile":
+                        del files[value["path"]]
+            numbers = [ref for ref in repository.refs if ref.startswith("refs/pr/")]
+            ref = f"refs/pr/{len(numbers) + 1}" if is_proposed else branch
+            message = (header["summary"], header["description"])
+            made = repository.commit(files, ref, message, tip)
+            status = hub.after_commit()
+            if status is not None:
+                self.told({"error": "time out"}, status)
+                return
+            answer = {"commitOid": made, "commitUrl": f"{hub.url}/{id}/commit/{made}"}
+            if is_proposed:
+                answer["pullRequestUrl"] = f"{hub.url}/{id}/discussions/{len(numbers) + 1}"
+            self.told({"success": True, **answer})
+
+        def history(self, id: str, revision: str) -> None:
+            repository = self.allowed(id, content=False)
+            if repository is None:
+                return
+            found, commit = [], repository.resolve(revision)
+            while commit is not None:
+                title, message = repository.messages[commit]
+                told = {"id": commit, "title": title, "message": message, "authors": []}
+                found.append({**told, "date": "2026-01-01T00:00:00.000Z"})
+                commit = repository.parents[commit]
+            self.told(found)
+
+        def discussions(self, id: str, page: int) -> None:
+            repository = self.allowed(id, content=False)
+            if repository is None:
+                return
+            numbers = [int(ref[8:]) for ref in repository.refs if ref.startswith("refs/pr/")]
+            common = {"status": "open", "isPullRequest": True, "title": "", "repo": {"name": id}}
+            common |= {"author": {"name": "me"}, "createdAt": "2026-01-01T00:00:00.000Z"}
+            found = [{**common, "num": number} for number in reversed(numbers)] if not page else []
+            self.told({"discussions": found, "count": len(numbers), "start": 0})
+
+        def told(self, answer: Any, status: int = 200) -> None:
+            self.say(status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+        # -- what goes ---------------------------------------------------------------------------
 
         def allowed(self, id: str, *, content: bool) -> Repository | None:
             repository = hub.models.get(id)

@@ -16,6 +16,7 @@ import mstore
 from mstore.api import reports
 from mstore.api.adding import Adding
 from mstore.api.exchanging import Exchanging
+from mstore.api.exporting import Exporting
 from mstore.api.integrations.transformers import from_pretrained
 from mstore.api.judging import Judging
 from mstore.api.keeping import Keeping
@@ -39,7 +40,7 @@ WIDTH = 88
 # In a docstring, a line that begins with names of parameters and a colon.
 _ITEM = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*): ", re.MULTILINE)
 # Users see a store as one class; its parts give the page its sections.
-PARTS = (OpenStore, Adding, Reading, Merging, Judging, Naming, Keeping, Exchanging)
+PARTS = (OpenStore, Adding, Reading, Merging, Judging, Naming, Keeping, Exchanging, Exporting)
 IDS: tuple[type, ...] = (
     *(ids.BlockId, ids.TensorId, ids.ManifestId, ids.SnapshotId, ids.PlanId, ids.NoteId),
 )

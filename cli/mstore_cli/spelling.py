@@ -33,6 +33,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Operations that are a form of another command."""
 _FLAGS: Final[Mapping[str, str]] = {
+    "branch": "--revision",
     "cache_bytes": "--cache",
     "expert_budget": "--per-expert-budget",
     "experts": "--expert",
@@ -42,6 +43,7 @@ _FLAGS: Final[Mapping[str, str]] = {
     "max_sparse_bytes": "--max-sparse",
     "output": "-o",
     "parameters": "--param",
+    "pull_request": "--pr",
     "sources": "--from",
     "vocabulary": "--vocab",
 }

@@ -15,6 +15,7 @@ from typing import cast
 
 from mstore.api.adding import Adding
 from mstore.api.exchanging import Exchanging
+from mstore.api.exporting import Exporting
 from mstore.api.judging import Judging
 from mstore.api.keeping import Keeping
 from mstore.api.merging import Merging
@@ -29,7 +30,7 @@ from mstore.terms.report import html
 __all__ = ["Snapshot", "Store"]
 
 
-class Store(Reading, Adding, Merging, Naming, Exchanging, Keeping, Judging):
+class Store(Reading, Adding, Merging, Naming, Exchanging, Exporting, Keeping, Judging):
     """An open store.  Use it as a context manager, or call `close`.
 
     Iterating gives the names of its branches and tags.

@@ -11,6 +11,7 @@ nanoseconds since the epoch (`*_ns`) or seconds of duration (`seconds`), ids hav
 from __future__ import annotations
 
 from mstore.api.naming import RemoveReport
+from mstore.exports.export import ExportedFile, ExportReport
 from mstore.judging.evaluation import EvaluationReport
 from mstore.judging.gate import (
     CandidateReport,
@@ -126,6 +127,8 @@ __all__ = [
     "ExpertBlame",
     "ExpertShare",
     "Explanation",
+    "ExportReport",
+    "ExportedFile",
     "ExtractReport",
     "FetchReport",
     "FileDiff",

@@ -115,6 +115,7 @@ class HubRepository:
             lambda: self._api.model_info(address.model, revision=address.revision, timeout=60)
         )
         self.commit = str(info.sha)
+        self.is_private = bool(info.private)
         stated = getattr(info.card_data, "base_model", None)
         self._bases: tuple[str, ...] = (
             (stated,)
@@ -199,7 +200,7 @@ class HubRepository:
             try:
                 return self._range(file, offset, end, tick)
             except Exception as error:
-                response = _response(error)
+                response = answer_of(error)
                 if not is_known or response is None or response.status_code in _BUSY:
                     raise
             # The address that the Hub told is good for some minutes.
@@ -287,34 +288,41 @@ class HubRepository:
         )
 
     def _asked(self, ask: Callable[[], T]) -> T:
-        """Ask the Hub, and ask again as long as it is busy and says when."""
-        for number in range(_TRIES):
-            with _told(self.address):
-                try:
-                    return ask()
-                except Exception as error:
-                    wait = _wait(error, number)
-                    if wait is None or number == _TRIES - 1:
-                        raise
-            time.sleep(wait)
-        raise AssertionError("the last try returns or raises")
+        return asked(self.address, ask)
 
 
-def _wait(error: Exception, number: int) -> float | None:
+def asked(address: Address, ask: Callable[[], T]) -> T:
+    """Ask the Hub, and ask again as long as it is busy and says when.
+
+    Raises errors of huggingface_hub as ours: NotFound, Unavailable, StorageFailed.
+    """
+    for number in range(_TRIES):
+        with told(address):
+            try:
+                return ask()
+            except Exception as error:
+                wait = wait_for(error, number)
+                if wait is None or number == _TRIES - 1:
+                    raise
+        time.sleep(wait)
+    raise AssertionError("the last try returns or raises")
+
+
+def wait_for(error: Exception, number: int) -> float | None:
     """Return how many seconds to wait before the next try; None if no try would help."""
     import httpx2
 
     if isinstance(error, httpx2.TransportError):
         return float(2**number) / 4
-    response = _response(error)
+    response = answer_of(error)
     if response is None or response.status_code not in _BUSY:
         return None
-    told = str(response.headers.get("Retry-After", ""))
-    wait = float(told) if told.isdigit() else float(2**number) / 4
+    after = str(response.headers.get("Retry-After", ""))
+    wait = float(after) if after.isdigit() else float(2**number) / 4
     return wait if wait <= _LONGEST_WAIT else None
 
 
-def _response(error: BaseException) -> Any:
+def answer_of(error: BaseException) -> Any:
     """Return the answer that an error of huggingface_hub, or one that it hides, is about."""
     answers = (getattr(one, "response", None) for one in _chain(error))
     return next((one for one in answers if one is not None), None)
@@ -328,7 +336,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 @contextmanager
-def _told(address: Address) -> Iterator[None]:
+def told(address: Address) -> Iterator[None]:
     """Raise errors of huggingface_hub as ours."""
     import httpx2
     from huggingface_hub import errors
@@ -391,8 +399,8 @@ def _error(error: Exception, address: Address) -> MstoreError:
                     where=where,
                     hint=login,
                 )
-            told = response.headers.get("Retry-After")
-            later = f", and asks to wait {told} s" if told else ""
+            after = response.headers.get("Retry-After")
+            later = f", and asks to wait {after} s" if after else ""
             again = "run the command again later: it goes on with what arrived"
             return Unavailable(f"the Hub answers {status}{later}", where=where, hint=again)
     if isinstance(error, OSError) and error.errno is not None and found is None:

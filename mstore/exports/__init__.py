@@ -1,0 +1,1 @@
+"""Snapshots go to places where others find models: the Hugging Face Hub."""
