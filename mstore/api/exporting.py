@@ -68,6 +68,8 @@ class Exporting(OpenStore):
                 return export.export(
                     view,
                     place,
+                    catalog=self._catalog,
+                    memo=self._memo,
                     made={},
                     message=message or f"Export of mstore snapshot {view.id.short}",
                     dry_run=dry_run,

@@ -31,7 +31,8 @@ CONFIG_TYPE: Final = "application/vnd.cncf.model.config.v1+json"
 EMPTY_TYPE: Final = "application/vnd.oci.empty.v1+json"
 EMPTY: Final = b"{}"
 FILEPATH: Final = "org.cncf.model.filepath"
-_PATHS: Final = (FILEPATH, "org.cnai.model.filepath", "org.opencontainers.image.title")
+TITLE: Final = "org.opencontainers.image.title"
+_PATHS: Final = (FILEPATH, "org.cnai.model.filepath", TITLE)
 """Annotations that name a layer's file, the first that there is."""
 _PLAIN: Final = re.compile(
     r"application/vnd\.cncf\.model\.(?P<part>[a-z]+(?:\.config)?)\.v1\.(?:raw|safetensors|gguf)"

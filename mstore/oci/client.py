@@ -173,6 +173,15 @@ class Registry:
 
         return self._asked(ask)
 
+    def has_referrers(self, digest: str) -> bool:
+        """Return whether the registry itself lists the manifests whose subject a digest is."""
+
+        def ask() -> bool:
+            with self._answer("GET", f"referrers/{digest}") as answer:
+                return answer.status_code == 200
+
+        return self._asked(ask)
+
     # -- blobs -------------------------------------------------------------------------------------
 
     def has_blob(self, digest: str) -> bool:
