@@ -186,7 +186,8 @@ class Proxy:
         self.retry_after = "0"
         self.replaced: dict[str, bytes] = {}
         """What is sent in place of a blob, by its digest."""
-        self.with_referrers = False
+        self.made: dict[str, str] = {}
+        """Tags that the registry has not, with the media types of what is sent."""
         self.token: str | None = None
         self.logins: list[str] = []
         """What the token service was told: the header of a GET, the form of a POST."""
@@ -245,6 +246,8 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
                 return
             status, headers, data = self.forwarded(body)
             digest = parts.path.rpartition("/")[2]
+            if digest in proxy.made:
+                status, headers = 200, {"Content-Type": proxy.made[digest]}
             if self.command == "GET" and digest in proxy.replaced and status in (200, 206):
                 data = proxy.replaced[digest]
                 if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):

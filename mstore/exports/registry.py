@@ -78,7 +78,7 @@ class RegistryDestination:
             if is_asked:
                 raise BadRequest(
                     phrase(
-                        "{option} is of the Hub: a registry has no such thing",
+                        "a registry has nothing like {option}",
                         option=Option(option),
                     ),
                     where=address,

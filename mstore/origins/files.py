@@ -157,6 +157,7 @@ def scanned(
     shown = Path(repository.shown)
     listed = {file.path: file for file in _checked(repository.files(), shown, limits)}
     holes = scratch / "files"
+    fs.make_directories(holes)
     for one in listed.values():
         fs.make_directories((holes / one.path).parent)
         fs.make_hole(holes / one.path, one.size)
