@@ -189,6 +189,9 @@ class Proxy:
         self.made: dict[str, str] = {}
         """Tags that the registry has not, with the media types of what is sent."""
         self.token: str | None = None
+        self.elsewhere: str | None = None
+        """Another host, to which clients are sent for blobs."""
+        self.authorizations: set[str | None] = set()
         self.logins: list[str] = []
         """What the token service was told: the header of a GET, the form of a POST."""
         self._count = 0
@@ -240,6 +243,11 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
             if proxy.token and self.headers.get("Authorization") != f"Bearer {proxy.token}":
                 realm = f'Bearer realm="http://{proxy.host}/token",service="tests"'
                 self.say(401, b"", {"WWW-Authenticate": f'{realm},scope="x"'}, 0)
+                return
+            proxy.authorizations.add(self.headers.get("Authorization"))
+            if proxy.elsewhere and self.command == "GET" and "/blobs/" in parts.path:
+                place = f"http://{proxy.elsewhere}{self.path}"
+                self.say(307, b"", {"Location": place}, 0)
                 return
             if fault == "cut":
                 self.cut(body)
