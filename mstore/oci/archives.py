@@ -12,6 +12,7 @@ import io
 import tarfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Final, Protocol
 
 import zstandard
@@ -86,15 +87,17 @@ class _Forward:
 class Member:
     """A file of a tar; its bytes can be read until the next member is asked for."""
 
-    def __init__(self, path: str, size: int, data: IO[bytes]) -> None:
+    def __init__(self, path: str, size: int, data: IO[bytes], where: str) -> None:
         self.path = path
         self.size = size
         self._data = data
+        self._where = where
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield its bytes in order."""
-        while piece := self._data.read(_PIECE):
-            yield piece
+        """Yield its bytes in order.  Raises BadCheckpoint."""
+        with _sound(self._where):
+            while piece := self._data.read(_PIECE):
+                yield piece
 
 
 def members(
@@ -107,29 +110,35 @@ def members(
     """
     source = _unpacked(io.BufferedReader(_Arriving(pieces), _PIECE), compression)
     forward = _Forward(source, max(_FREE, _MOST_TIMES * size))
-    try:
-        with tarfile.open(fileobj=forward, mode="r:") as archive:  # type: ignore[call-overload]
-            count = 0
-            while (one := archive.next()) is not None:
-                count += 1
-                if count > most_files:
-                    raise BadCheckpoint(f"a layer has more than {most_files} members", where=where)
-                if one.isdir():
-                    continue
-                if not one.isreg() or one.issparse():
-                    raise BadCheckpoint(
-                        f"{quoted(one.name)} in a layer is a link or no regular file", where=where
-                    )
-                path = one.name.removeprefix("./")
-                check_relative(path, where)
-                data = archive.extractfile(one)
-                assert data is not None, "regular files have data"
-                yield Member(path, one.size, data)
+    count = 0
+    with _sound(where), tarfile.open(fileobj=forward, mode="r:") as archive:  # type: ignore[call-overload]
+        while (one := archive.next()) is not None:
+            count += 1
+            if count > most_files:
+                raise BadCheckpoint(f"a layer has more than {most_files} members", where=where)
+            if one.isdir():
+                continue
+            if not one.isreg() or one.issparse():
+                raise BadCheckpoint(
+                    f"{quoted(one.name)} in a layer is a link or no regular file", where=where
+                )
+            path = one.name.removeprefix("./")
+            check_relative(path, where)
+            data = archive.extractfile(one)
+            assert data is not None, "regular files have data"
+            yield Member(path, one.size, data, where)
         # So that all of the layer is compared with its digest.
         while forward.read(_PIECE):
             pass
         for _ in pieces:
             pass
+
+
+@contextmanager
+def _sound(where: str) -> Iterator[None]:
+    """Raise what libraries say of a tar, or of its compression, as BadCheckpoint."""
+    try:
+        yield
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         raise BadCheckpoint(f"a layer is no sound tar: {error}", where=where) from error
     except (ValueError, OverflowError) as error:

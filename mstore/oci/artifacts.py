@@ -14,6 +14,7 @@ them (`origins.files`), and a layer of an unknown type is an error.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -155,10 +156,8 @@ def _descriptor(told: object, where: str) -> Descriptor:
 
 
 def _layers(blobs: Sequence[Descriptor], where: str) -> Iterator[Layer]:
-    counts = {
-        kind: sum(blob.media_type == f"{_DOCKER}{kind}" for blob in blobs) for kind in _WEIGHTS
-    }
-    numbers = dict.fromkeys(_WEIGHTS, 0)
+    counts = Counter(blob.media_type.removeprefix(_DOCKER) for blob in blobs)
+    numbers: Counter[str] = Counter()
     for blob in blobs:
         tar = _TAR.fullmatch(blob.media_type)
         plain = _PLAIN.fullmatch(blob.media_type)
@@ -175,9 +174,8 @@ def _layers(blobs: Sequence[Descriptor], where: str) -> Iterator[Layer]:
             )
         elif plain["part"] != _DATA:
             kind = blob.media_type.removeprefix(_DOCKER)
-            if kind in numbers:
-                numbers[kind] += 1
-            path = _path(blob.annotations) or _docker_name(kind, numbers, counts)
+            numbers[kind] += 1
+            path = _path(blob.annotations) or _docker_name(kind, numbers[kind], counts[kind])
             if path is None:
                 raise BadCheckpoint(f"the layer {blob.digest} names no file", where=where)
             yield Layer(blob, path)
@@ -188,12 +186,16 @@ def _path(annotations: Mapping[str, str]) -> str | None:
     return None if found is None else found.removeprefix("./")
 
 
-def _docker_name(kind: str, numbers: Mapping[str, int], counts: Mapping[str, int]) -> str | None:
-    """Return the name that Docker Model Runner gives the file of a layer that has none."""
-    if kind not in _WEIGHTS:
-        return _DOCKER_NAMES.get(kind)
-    count, end = counts[kind], _WEIGHTS[kind]
-    return f"model{end}" if count == 1 else f"model-{numbers[kind]:05}-of-{count:05}{end}"
+def _docker_name(kind: str, number: int, count: int) -> str | None:
+    """Return the name that Docker Model Runner gives the file of a layer that has none.
+
+    number: which of the layers of its kind it is, from 1.
+    """
+    if kind in _WEIGHTS:
+        end = _WEIGHTS[kind]
+        return f"model{end}" if count == 1 else f"model-{number:05}-of-{count:05}{end}"
+    name = _DOCKER_NAMES.get(kind)
+    return name if name is None or number == 1 else f"{name}-{number}"
 
 
 def several(where: str, digests: Collection[str], repository: str) -> BadCheckpoint:

@@ -50,8 +50,8 @@ class _Unpacked:
         self._registry = registry
         self._scratch = scratch
         self._lock = Lock()
-        self._there: dict[Layer, int] = {}
-        """Layers that are unpacked, with their bytes."""
+        self._there: dict[str, int] = {}
+        """Layers that are unpacked, by their digests, with their bytes."""
 
     def files(self, layer: Layer) -> list[tuple[RemoteFile, _Member]]:
         """Return the files of a layer, which is there then."""
@@ -61,19 +61,22 @@ class _Unpacked:
     def read(self, member: _Member, offset: int, length: int) -> bytes:
         """Return these bytes of a file, fewer at its end."""
         with self._lock:
-            if member.layer not in self._there:
+            if member.layer.blob.digest not in self._there:
                 self._unpack(member.layer)
             return read_part(member.path, offset, length)
 
     def _unpack(self, layer: Layer) -> list[tuple[RemoteFile, _Member]]:
+        digest = layer.blob.digest
         for other, size in list(self._there.items()):
-            if size > _STAYING:
-                self._remove(other)
-        directory = self._directory(layer)
+            if size > _STAYING or other == digest:
+                fs.remove_tree(self._directory(other))
+                del self._there[other]
+        directory = self._directory(digest)
+        # An attempt that broke may have left a part.
         fs.remove_tree(directory)
         fs.make_directories(directory)
         found: list[tuple[RemoteFile, _Member]] = []
-        pieces = self._registry.stream(layer.blob.digest, layer.blob.size)
+        pieces = self._registry.stream(digest, layer.blob.size)
         for member in members(
             pieces,
             compression=layer.compression,
@@ -84,26 +87,22 @@ class _Unpacked:
             # By its number: no name of a stranger becomes a path here.
             file = fs.NewFile(directory / str(len(found)))
             try:
-                digest = sha256()
+                content = sha256()
                 for piece in member.pieces():
-                    digest.update(piece)
+                    content.update(piece)
                     file.append(piece)
             finally:
                 file.close()
-            told = RemoteFile(member.path, member.size, digest.hexdigest(), is_git=False)
+            told = RemoteFile(member.path, member.size, content.hexdigest(), is_git=False)
             found.append((told, _Member(layer, file.path)))
         size = sum(told.size for told, _ in found)
         staying = sum(one for one in self._there.values() if one <= _STAYING)
         # What has no room among the small ones goes with the next large one.
-        self._there[layer] = size if staying + size <= _STAYING else max(size, _STAYING + 1)
+        self._there[digest] = size if staying + size <= _STAYING else max(size, _STAYING + 1)
         return found
 
-    def _remove(self, layer: Layer) -> None:
-        fs.remove_tree(self._directory(layer))
-        del self._there[layer]
-
-    def _directory(self, layer: Layer) -> Path:
-        return self._scratch / "layers" / layer.blob.digest.removeprefix("sha256:")
+    def _directory(self, digest: str) -> Path:
+        return self._scratch / "layers" / digest.removeprefix("sha256:")
 
 
 class RegistryRepository:
