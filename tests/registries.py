@@ -188,6 +188,8 @@ class Proxy:
         """What is sent in place of a blob, by its digest."""
         self.made: dict[str, str] = {}
         """Tags that the registry has not, with the media types of what is sent."""
+        self.lists_referrers = False
+        """Whether manifests are linked to their subjects; docker-registry 2.8 does not do that."""
         self.token: str | None = None
         self.elsewhere: str | None = None
         """Another host, to which clients are sent for blobs."""
@@ -254,6 +256,10 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
                 return
             status, headers, data = self.forwarded(body)
             digest = parts.path.rpartition("/")[2]
+            if proxy.lists_referrers and self.command == "PUT" and b'"subject"' in body:
+                headers["OCI-Subject"] = json.loads(body)["subject"]["digest"]
+            if proxy.lists_referrers and "/referrers/" in parts.path:
+                status, data = 200, b'{"manifests": []}'
             if digest in proxy.made:
                 status, headers = 200, {"Content-Type": proxy.made[digest]}
             if self.command == "GET" and digest in proxy.replaced and status in (200, 206):

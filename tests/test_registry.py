@@ -5,20 +5,26 @@ The registry is Debian's docker-registry; a proxy before it counts requests.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_runs import Program
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from registries import Proxy, Registry, registry
 from small_models import BLOCK, files_of, small_model
 from test_hub import ADAPTER, PIPELINE, shard, sharded
 
 from mstore import MergeRequest, Store
 from mstore.oci import client
+from mstore.snapshots.signing import load_key, signed_message
 from mstore.terms.errors import BadCheckpoint, BadRequest, NotFound, Unavailable
+from mstore.terms.ids import SnapshotId
 
 SORTS = {"sharded": sharded(3), "adapter": ADAPTER, "pipeline": PIPELINE}
 
@@ -531,3 +537,84 @@ def test_indexes_without_end_are_refused(
     store.add(f"oci://{proxy.host}/{name}:3", name="x")
     with pytest.raises(BadCheckpoint, match="index of indexes"):
         store.add(f"oci://{proxy.host}/{name}:5", name="x")
+
+
+# Signatures
+
+
+def _signed(store: Store, directory: Path) -> bytes:
+    """Sign `x` with a new key; return the public key."""
+    path = directory / "key"
+    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "ada", "-f", str(path)]
+    subprocess.run(command, check=True)
+    key = load_key(path)
+    store.sign("x", key)
+    return key.public_key
+
+
+def _referring(server: Registry, name: str, digest: str) -> list[dict[str, Any]]:
+    """Manifests that refer to a digest, by the tag that stands for the registry's own list."""
+    accept = {"Accept": "application/vnd.oci.image.index.v1+json"}
+    status, _, body = server.ask(
+        "GET", f"/v2/{name}/manifests/{digest.replace(':', '-')}", headers=accept
+    )
+    return json.loads(body)["manifests"] if status == 200 else []
+
+
+def test_signatures_refer_to_the_manifest(
+    proxy: Proxy, server: Registry, store: Store, name: str, tmp_path: Path
+) -> None:
+    """A signature is an artifact whose subject is the manifest, listed under the digest's tag.
+
+    It has the record that the signed id is the hash of: so it can be checked without the store.
+    """
+    kept(store, sharded(1))
+    public = _signed(store, tmp_path)
+    address = f"oci://{proxy.host}/{name}:v1"
+    digest = store.export("x", address, card=False).commit
+    assert digest is not None
+    (entry,) = _referring(server, name, digest)
+    assert entry["artifactType"] == "application/vnd.mstore.signature.v1+json"
+    told = server.manifest(f"{name}:{entry['digest']}")
+    assert told["subject"]["digest"] == digest
+    data = server.ask("GET", f"/v2/{name}/blobs/{told['layers'][0]['digest']}")[2]
+    found = json.loads(data)
+    id = SnapshotId.of(base64.b64decode(found["record"]))
+    assert id == store["x"].id
+    assert str(id) == found["snapshot"]
+    assert bytes.fromhex(found["key"]) == public
+    Ed25519PublicKey.from_public_bytes(public).verify(
+        bytes.fromhex(found["signature"]), signed_message(id)
+    )
+
+
+def test_a_later_signature_is_added(
+    proxy: Proxy, server: Registry, store: Store, name: str, tmp_path: Path
+) -> None:
+    """Exported again, a snapshot that was signed since gets its signature, and no second one."""
+    kept(store, sharded(1))
+    address = f"oci://{proxy.host}/{name}:v1"
+    digest = store.export("x", address, card=False).commit
+    assert digest is not None
+    assert _referring(server, name, digest) == []
+    for count in (1, 2):
+        (tmp_path / str(count)).mkdir()
+        _signed(store, tmp_path / str(count))
+        assert store.export("x", address, card=False).commit == digest
+        proxy.log.clear()
+        assert store.export("x", address, card=False).commit == digest
+        assert len(_referring(server, name, digest)) == count
+        assert {one.method for one in proxy.log} <= {"HEAD", "GET"}
+
+
+def test_a_registry_that_lists_referrers_does_so_itself(
+    proxy: Proxy, server: Registry, store: Store, name: str, tmp_path: Path
+) -> None:
+    """Where the registry links a manifest to its subject, no tag is made for that."""
+    proxy.lists_referrers = True
+    kept(store, sharded(1))
+    _signed(store, tmp_path)
+    digest = store.export("x", f"oci://{proxy.host}/{name}:v1", card=False).commit
+    assert digest is not None
+    assert _referring(server, name, digest) == []
+    assert [one for one in proxy.log if one.method == "PUT" and "manifests/sha256:" in one.path]
