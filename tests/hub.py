@@ -12,7 +12,9 @@ import base64
 import hashlib
 import json
 import re
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,11 +93,14 @@ class Hub:
         self.objects: dict[str, bytes] = {}
         """What was uploaded, by SHA-256."""
         self.parts: dict[str, dict[int, bytes]] = {}
+        self.xet: Path | None = None
+        """Where Xet keeps what comes by it, a directory of this machine."""
         self.uploads: list[tuple[str, int]] = []
         """Requests that brought contents: address and bytes."""
         self.after_commit: Callable[[], int | None] = lambda: None
         """Called when a commit is made; a number is the status of the answer in its place."""
         self.before_commit: Callable[[], None] = lambda: None
+        self.before_upload: Callable[[str], None] = lambda path: None
         self.requests: list[tuple[str, str]] = []
         self.faults: list[Fault] = []
         self.served: dict[str, bytes] = {}
@@ -129,6 +134,17 @@ class Hub:
         told = {name.replace("_", "-"): value for name, value in headers.items()}
         self.faults.append(Fault(re.compile(path), status, told, times, whole))
 
+    def content(self, oid: str) -> bytes | None:
+        """Return what was uploaded with this SHA-256, by whichever way."""
+        if oid not in self.objects and self.xet is not None:
+            self.objects |= _xet_files(self.xet, {oid}, f"{self.url}/xet-read-token")
+        return self.objects.get(oid)
+
+    def xet_bytes(self) -> int:
+        """Return how many bytes of chunks came by Xet."""
+        found = () if self.xet is None else self.xet.glob("xet/xorbs/xorbs/default.*")
+        return sum(path.stat().st_size for path in found if path.suffix != ".tagset")
+
     def downloads(self) -> list[str]:
         """Return the paths of weights of which the last bytes were asked for, in order."""
         return [path for method, path in self.requests if method == "BYTES" and path.endswith(LFS)]
@@ -153,6 +169,35 @@ def directory_files(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
+
+
+def _xet_files(directory: Path, wanted: set[str], token_url: str) -> dict[str, bytes]:
+    """Return files that Xet keeps, by their SHA-256.  Shards say which hash of Xet's each has."""
+    import hf_xet
+
+    group = hf_xet.XetSession().new_download_stream_group(token_refresh_url=token_url)
+    found: dict[str, bytes] = {}
+    for shard in directory.glob("xet/xorbs/shards/*.mdb"):
+        data, at = shard.read_bytes(), 48
+        while (file := data[at : at + 32]) != b"\xff" * 32:
+            flags, count = struct.unpack_from("<II", data, at + 32)
+            # Where the file's chunks lie, as many checks of them, and the SHA-256.
+            size = sum(
+                struct.unpack_from("<I", data, at + 48 * (n + 1) + 36)[0] for n in range(count)
+            )
+            at += 48 * (1 + count + (count if flags & 1 << 31 else 0))
+            if not flags & 1 << 30:
+                continue
+            oid = _xet_hash(data[at : at + 32])
+            at += 48
+            if oid in wanted:
+                info = hf_xet.XetFileInfo(_xet_hash(file), size)
+                found[oid] = b"".join(map(bytes, group.download_stream(info)))
+    return found
+
+
+def _xet_hash(raw: bytes) -> str:
+    return "".join(f"{word:016x}" for word in struct.unpack("<4Q", raw))
 
 
 @lru_cache(maxsize=1000)
@@ -202,6 +247,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.take(path, query)
             elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commits/(.+)", path):
                 self.history(found[1], found[2])
+            elif re.search(r"/xet-(write|read)-token", path):
+                if "write" not in path or self.may_write():
+                    end = int(time.time()) + 3600
+                    self.told({"accessToken": "t", "exp": end, "casUrl": f"local://{hub.xet}"})
             elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/discussions", path):
                 self.discussions(found[1], int(query.get("p", ["0"])[0]))
             elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
@@ -321,6 +370,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def take_content(self, oid: str, part: int | None) -> None:
             if "Authorization" in self.headers:
                 hub.leaked.append(self.headers["Authorization"])
+            hub.before_upload(oid)
             hub.uploads.append((f"{oid}/{part or ''}", len(self.sent)))
             if part is None:
                 self.keep(oid, self.sent)
@@ -355,10 +405,11 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     case "file":
                         files[value["path"]] = base64.b64decode(value["content"])
                     case "lfsFile":
-                        if value["oid"] not in hub.objects:
+                        content = hub.content(value["oid"])
+                        if content is None:
                             self.told({"error": f"no object {value['oid']}"}, 400)
                             return
-                        files[value["path"]] = hub.objects[value["oid"]]
+                        files[value["path"]] = content
                     case "deletedFile":
                         del files[value["path"]]
             numbers = [ref for ref in repository.refs if ref.startswith("refs/pr/")]
@@ -391,7 +442,12 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if repository is None:
                 return
             numbers = [int(ref[8:]) for ref in repository.refs if ref.startswith("refs/pr/")]
-            common = {"status": "open", "isPullRequest": True, "title": "", "repo": {"name": id}}
+            common = {
+                "status": "open",
+                "isPullRequest": True,
+                "title": "",
+                "repo": {"name": id, "type": "model"},
+            }
             common |= {"author": {"name": "me"}, "createdAt": "2026-01-01T00:00:00.000Z"}
             found = [{**common, "num": number} for number in reversed(numbers)] if not page else []
             self.told({"discussions": found, "count": len(numbers), "start": 0})

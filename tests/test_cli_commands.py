@@ -192,6 +192,7 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "push": ["push", "origin", "tiny/code"],
         "fetch": ["fetch", "origin"],
         "pull": ["pull", "origin"],
+        "outdated": ["outdated"],
         "prefetch": ["prefetch", "tiny/base"],
         "drop": ["drop", "tiny/base"],
         "fsck": ["fsck", "--read-data"],

@@ -618,3 +618,31 @@ def test_a_registry_that_lists_referrers_does_so_itself(
     assert digest is not None
     assert _referring(server, name, digest) == []
     assert [one for one in proxy.log if one.method == "PUT" and "manifests/sha256:" in one.path]
+
+
+# Newer states
+
+
+def test_outdated_asks_the_registry(
+    proxy: Proxy, server: Registry, store: Store, name: str, tmp_path: Path
+) -> None:
+    """A snapshot of a tag is outdated when the tag moved; one of a digest never is."""
+    kept(store, sharded(1))
+    address = f"oci://{proxy.host}/{name}"
+    digest = store.export("x", f"{address}:v1", card=False).commit
+    with Store.init(tmp_path / "other", block_size=BLOCK) as other:
+        other.add(f"{address}:v1", name="tagged")
+        other.add(f"{address}@{digest}", name="fixed")
+        assert {one.name: one.state for one in other.outdated()} == {
+            "tagged": "up to date",
+            "fixed": "pinned",
+        }
+        kept(store, sharded(1, "other"), "new")
+        newest = store.export("new", f"{address}:v1", card=False).commit
+        (moved,) = [one for one in other.outdated() if one.state == "outdated"]
+        assert (moved.name, moved.commit, moved.newest) == ("tagged", digest, newest)
+        assert moved.address == f"oci:{proxy.host}/{name}:v1"
+        proxy.fault = lambda *_: 404
+        (gone,) = [one for one in other.outdated() if one.name == "tagged"]
+        assert gone.state == "unknown"
+        assert "no such artifact" in gone.reason

@@ -25,7 +25,7 @@ GROUPS = {
             "remote fsck",
         ),
         *("push", "fetch", "pull", "clone", "copy", "bundle create"),
-        *("prefetch", "drop", "export"),
+        *("prefetch", "drop", "export", "outdated"),
         *("backup", "serve", "sign", "verify"),
     ),
     "Maintain": ("stats", "du", "prune", "gc", "pin", "unpin", "fsck", "doctor", "version"),

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mstore.models.adapters.extract import ExtractReport
     from mstore.models.cast import CastReport
     from mstore.models.stats.analysis import AnalyzeReport
+    from mstore.origins.outdated import OriginState
     from mstore.snapshots.add import AddReport, Base
     from mstore.terms.report import ProgressCallback
     from mstore.terms.requests import Experts
@@ -297,6 +298,28 @@ class Adding(OpenStore):
         if not bases or has_model(self._catalog, bases[0]):
             return None
         return str(Address.parse(f"hf://{bases[0]}"))
+
+    def outdated(self, names: Sequence[str] = ()) -> list[OriginState]:
+        """Return whether the origins of snapshots have newer revisions; asks them.
+
+        names: branches, tags or other revisions; without any, all branches whose snapshots came
+        from elsewhere. The origins of a named snapshot that was made here are those of the
+        snapshots that it was made of.  An origin that does not answer is one in the list.
+
+        Raises NotFound, BadName, Corrupt, and Unavailable (the library for the Hub is missing).
+        """
+        from mstore.origins.outdated import states
+        from mstore.store.refs import BRANCH
+
+        if names:
+            return states(self._catalog, [(name, self._catalog.resolve(name)) for name in names])
+        branches = (
+            (name, ref.snapshot_id())
+            for name, ref in self._catalog.refs().items()
+            if ref.kind == BRANCH
+        )
+        own = [one for one in branches if self._catalog.snapshot(one[1]).origin is not None]
+        return states(self._catalog, own)
 
     def _base(self, checkpoint: Checkpoint, base: Revision | None, *, detect: bool) -> Base:
         """Return the base to compare a checkpoint with: named, detected, or none."""

@@ -55,6 +55,7 @@ class Exporting(OpenStore):
         this user write); then the place is as it was.
         """
         from mstore.exports import export
+        from mstore.exports.card import card as card_of
         from mstore.exports.destination import Wishes
         from mstore.store.block_cache import BlockCache
         from mstore.store.view import SnapshotView
@@ -70,7 +71,7 @@ class Exporting(OpenStore):
                     place,
                     catalog=self._catalog,
                     memo=self._memo,
-                    made={},
+                    made=card_of(self._catalog, view, asked) if card else {},
                     message=message or f"Export of mstore snapshot {view.id.short}",
                     dry_run=dry_run,
                     progress=progress,

@@ -326,6 +326,7 @@ class Reading(OpenStore):
         shared: bool = False,
         only: Sequence[str] = (),
         reflink: str = "auto",
+        card: bool = False,
         progress: ProgressCallback | None = None,
     ) -> CheckoutReport:
         """Write a byte-exact copy into a new or empty directory.
@@ -336,22 +337,27 @@ class Reading(OpenStore):
         parent directory.
         reflink: whether the files share their space on the disk with the store, as XFS and btrfs
         can do where blocks lie raw (`pin`): `auto` where it can be done, `always` or fail, `never`.
+        card: write README.md as `export` sends it, completed with what the store knows of the
+        model; all other files are the snapshot's.
 
         Raises NotFound, BadRequest (the parent directory does not exist, or nothing lies so that it
         can be shared), BadCheckpoint (a path that cannot be created), Conflict (the directory is
         not empty, or others may write above it), Incompatible (this filesystem cannot share, or is
         not the store's), Corrupt, StorageFailed; then nothing is left behind.
         """
+        from mstore.exports.card import card as card_of
         from mstore.snapshots.checkout import checkout, parse_reflink
 
+        asked = self._whole(revision)
         return checkout(
             self._catalog,
-            self._whole(revision),
+            asked,
             local_path(directory),
             threads=thread_count(threads),
             shared=shared,
             only=only,
             reflink=parse_reflink(reflink),
+            made=lambda view: card_of(self._catalog, view, asked) if card else {},
             progress=progress,
             computing=self._computing,
         )

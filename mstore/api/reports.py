@@ -44,6 +44,7 @@ from mstore.models.cast import CastReport
 from mstore.models.compare import ComparedModel, ComparedPair, ComparedPart, CompareReport
 from mstore.models.stats.analysis import AnalyzeReport
 from mstore.models.vocabulary.align import AlignedModel, AlignReport
+from mstore.origins.outdated import OriginState
 from mstore.remotes.bundling import BundleReport
 from mstore.remotes.check import RemoteCheckReport, RemoteProblem
 from mstore.remotes.collect import RemoteGcReport
@@ -149,6 +150,7 @@ __all__ = [
     "NotFiniteTensor",
     "NoteReport",
     "OriginReport",
+    "OriginState",
     "ParameterReport",
     "ParentReport",
     "PinReport",

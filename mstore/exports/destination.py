@@ -37,6 +37,10 @@ class OutgoingFile(Protocol):
     def read(self, offset: int, length: int) -> bytes:
         """Return these bytes, fewer at its end.  Raises as `stream`."""
 
+    @property
+    def known_sha256(self) -> str | None:
+        """What `sha256` returned, if it was called."""
+
     def sha256(self) -> str:
         """Return the digest of all its bytes, in hexadecimal; it is computed once."""
 
@@ -50,18 +54,18 @@ class _Digests:
     size: int
 
     def __init__(self) -> None:
-        self._sha256: str | None = None
+        self.known_sha256: str | None = None
 
     def stream(self) -> Iterator[Buffer]:
         raise NotImplementedError
 
     def sha256(self) -> str:
-        if self._sha256 is None:
+        if self.known_sha256 is None:
             found = hashlib.sha256()
             for piece in self.stream():
                 found.update(piece)
-            self._sha256 = found.hexdigest()
-        return self._sha256
+            self.known_sha256 = found.hexdigest()
+        return self.known_sha256
 
     def git_blob(self) -> str:
         found = hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
@@ -83,10 +87,11 @@ class ViewFile(_Digests):
 
     def sha256(self) -> str:
         content = self._view.content_id(self.path)
-        if self._sha256 is None and (known := self._memo.digest(content)) is not None:
-            self._sha256 = known.hex()
-        if self._sha256 is None:
+        remembered = self._memo.digest(content)
+        if remembered is None:
             self._memo.put_digest(content, bytes.fromhex(super().sha256()))
+        else:
+            self.known_sha256 = remembered.hex()
         return super().sha256()
 
     def stream(self) -> Iterator[Buffer]:

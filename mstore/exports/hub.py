@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, Final, Protocol, TypeVar
@@ -43,6 +44,57 @@ _LOOKED_AT: Final = 20
 _KEPT: Final = frozenset({".gitattributes", CARD})
 """Files that stay if the snapshot lacks them: the Hub's own, and the page of the repository."""
 _TIMEOUT: Final = 120.0
+
+
+class _Requests:
+    """Requests that need the right to write to a branch, or to propose a change to it."""
+
+    def __init__(self, address: Address, branch: str, *, is_proposal: bool) -> None:
+        hub = library()
+        self.address = address
+        self.branch = branch
+        self.is_proposal = is_proposal
+        self.api: Any = hub.HfApi(endpoint=hub.constants.ENDPOINT, library_name="mstore")
+        self.headers: dict[str, str] = hub.utils.build_hf_headers(library_name="mstore")
+
+    @property
+    def endpoint(self) -> str:
+        """The Hub."""
+        return str(self.api.endpoint)
+
+    @property
+    def token_url(self) -> str:
+        """Who gives tokens for Xet."""
+        # Who proposes a change need not be able to write the branch.
+        if self.is_proposal:
+            return self._url("xet-write-token/None?create_pr=1")
+        return self._url(f"xet-write-token/{quote(self.branch, safe='')}")
+
+    def written(self, ask: Callable[[], T]) -> T:
+        """Ask for something that needs the right to write."""
+
+        def with_right() -> T:
+            with _refusals(self.address):
+                return ask()
+
+        return asked(self.address, with_right)
+
+    def of_branch(self, what: str, **content: Any) -> Any:
+        """Post to the branch, once; return the answer.  Raises errors of huggingface_hub."""
+        hub = library()
+        more = content.pop("headers", {})
+        response = hub.utils.get_session().post(
+            self._url(f"{what}/{quote(self.branch, safe='')}"),
+            headers={**self.headers, **more},
+            params={"create_pr": "1"} if self.is_proposal else {},
+            timeout=_TIMEOUT,
+            **content,
+        )
+        hub.utils.hf_raise_for_status(response)
+        return response.json()
+
+    def _url(self, what: str) -> str:
+        return f"{self.endpoint}/api/models/{self.address.model}/{what}"
 
 
 class _Uploaded(msgspec.Struct, frozen=True):
@@ -77,8 +129,7 @@ class HubDestination:
         self._wishes = wishes
         self._address = Address(place.model, branch, place.directory)
         self._branch = branch or _MAIN
-        self._api: Any = hub.HfApi(endpoint=hub.constants.ENDPOINT, library_name="mstore")
-        self._headers: dict[str, str] = hub.utils.build_hf_headers(library_name="mstore")
+        self._requests = _Requests(self._address, self._branch, is_proposal=wishes.pull_request)
         self._parent: str | None = None
         self._has_branch = True
 
@@ -148,7 +199,9 @@ class HubDestination:
             return Sent(str(self._parent), self._page(str(self._parent)), 0)
         if not self._has_branch:
             branch = {"branch": self._branch, "revision": self._parent, "exist_ok": True}
-            self._written(lambda: self._api.create_branch(self._address.model, **branch))
+            self._requests.written(
+                lambda: self._requests.api.create_branch(self._address.model, **branch)
+            )
         modes = self._modes(changes.to_send)
         large = [file for file in changes.to_send if modes[file.path] == _LFS and file.size]
         upload = self._upload()
@@ -167,7 +220,9 @@ class HubDestination:
     def _create(self) -> None:
         def create() -> None:
             try:
-                self._api.create_repo(self._address.model, private=self._wishes.private or None)
+                self._requests.api.create_repo(
+                    self._address.model, private=self._wishes.private or None
+                )
             except Exception as error:
                 if _status(error) != 409:
                     raise
@@ -175,29 +230,15 @@ class HubDestination:
                     "somebody made this model in the meantime", where=self.shown, hint=_again()
                 ) from error
 
-        self._written(create)
+        self._requests.written(create)
         found = HubRepository(Address(self._address.model))
         self._parent = found.commit
         self._has_branch = self._branch == _MAIN
 
     def _upload(self) -> _Upload:
         is_wanted = not library().constants.HF_HUB_DISABLE_XET
-        return _Xet(self) if is_wanted and find_spec("hf_xet") is not None else _Lfs(self)
-
-    @property
-    def _of_commits(self) -> dict[str, str]:
-        return {"create_pr": "1"} if self._wishes.pull_request else {}
-
-    def _url(self, what: str) -> str:
-        return f"{self._api.endpoint}/api/models/{self._address.model}/{what}"
-
-    @property
-    def token_url(self) -> str:
-        """Who gives tokens for Xet."""
-        # Who proposes a change need not be able to write the branch.
-        if self._wishes.pull_request:
-            return self._url("xet-write-token/None?create_pr=1")
-        return self._url(f"xet-write-token/{quote(self._branch, safe='')}")
+        is_there = find_spec("hf_xet") is not None
+        return _Xet(self._requests) if is_wanted and is_there else _Lfs(self._requests)
 
     def _modes(self, files: Sequence[OutgoingFile]) -> dict[str, str]:
         """Return how the Hub wants each file: as a large one, or in the commit."""
@@ -213,8 +254,8 @@ class HubDestination:
                 }
                 for file in some
             ]
-            url = self._url(f"preupload/{quote(self._branch, safe='')}")
-            answer = self._posted(url, json={"files": question})
+            ask = partial(self._requests.of_branch, "preupload", json={"files": question})
+            answer = self._requests.written(ask)
             modes |= {by_place[one["path"]]: str(one["uploadMode"]) for one in answer["files"]}
         return modes
 
@@ -236,7 +277,6 @@ class HubDestination:
             json.dumps({"key": key, "value": value}).encode() + b"\n"
             for key, value in self._operations(outgoing, changes, digests)
         )
-        url = self._url(f"commit/{quote(self._branch, safe='')}")
         tried = False
 
         def commit() -> tuple[str, str]:
@@ -246,8 +286,8 @@ class HubDestination:
                 return made
             tried = True
             try:
-                answer = self._answer(
-                    url, content=lines, more={"Content-Type": "application/x-ndjson"}
+                answer = self._requests.of_branch(
+                    "commit", content=lines, headers={"Content-Type": "application/x-ndjson"}
                 )
             except Exception as error:
                 if _status(error) not in (409, 412):
@@ -260,7 +300,7 @@ class HubDestination:
             return str(answer["commitOid"]), str(page)
 
         try:
-            return self._written(commit)
+            return self._requests.written(commit)
         except Unavailable:
             # The last try may have been the one whose answer was lost.
             made = asked(self._address, lambda: self._made(outgoing.snapshot))
@@ -295,7 +335,7 @@ class HubDestination:
         if not self._wishes.pull_request:
             commit = self._made_on(self._branch, snapshot)
             return None if commit is None else (commit, self._page(commit))
-        found = self._api.get_repo_discussions(
+        found = self._requests.api.get_repo_discussions(
             self._address.model, discussion_type="pull_request", discussion_status="open"
         )
         for _, one in zip(range(_LOOKED_AT), found, strict=False):
@@ -305,7 +345,7 @@ class HubDestination:
         return None
 
     def _made_on(self, branch: str, snapshot: SnapshotId) -> str | None:
-        for one in self._api.list_repo_commits(self._address.model, revision=branch):
+        for one in self._requests.api.list_repo_commits(self._address.model, revision=branch):
             if one.commit_id == self._parent:
                 return None
             if _of_snapshot(snapshot) in one.message:
@@ -313,7 +353,7 @@ class HubDestination:
         return None
 
     def _page(self, commit: str) -> str:
-        return f"{self._api.endpoint}/{self._address.model}/commit/{commit}"
+        return f"{self._requests.endpoint}/{self._address.model}/commit/{commit}"
 
     def _moved(self) -> Conflict:
         return Conflict(
@@ -326,62 +366,38 @@ class HubDestination:
             ),
         )
 
-    # -- requests ------------------------------------------------------------------------------
-
-    def _written(self, ask: Callable[[], T]) -> T:
-        """Ask for something that needs the right to write."""
-
-        def with_right() -> T:
-            with _refusals(self._address):
-                return ask()
-
-        return asked(self._address, with_right)
-
-    def _posted(self, url: str, **content: Any) -> Any:
-        return self._written(lambda: self._answer(url, **content))
-
-    def _answer(self, url: str, *, more: dict[str, str] | None = None, **content: Any) -> Any:
-        hub = library()
-        response = hub.utils.get_session().post(
-            url,
-            headers={**self._headers, **(more or {})},
-            params=self._of_commits,
-            timeout=_TIMEOUT,
-            **content,
-        )
-        hub.utils.hf_raise_for_status(response)
-        return response.json()
-
 
 class _Lfs:
     """Contents go as LFS objects; the Hub says which it has."""
 
-    def __init__(self, place: HubDestination) -> None:
-        self._place = place
+    def __init__(self, requests: _Requests) -> None:
+        self._requests = requests
 
     def send(self, file: OutgoingFile, tick: Callable[[int], None]) -> _Uploaded:
         digest = file.sha256()
-        sent = self._place._written(lambda: self._sent(file, digest, tick))
+        sent = self._requests.written(lambda: self._sent(file, digest, tick))
         return _Uploaded(digest, sent)
 
     def _sent(self, file: OutgoingFile, digest: str, tick: Callable[[int], None]) -> int:
         import huggingface_hub.lfs as lfs
 
-        place = self._place
+        requests = self._requests
         info: Any = SimpleNamespace(sha256=bytes.fromhex(digest), size=file.size)
         actions, errors, _ = lfs.post_lfs_batch_info(
             [info],
             token=None,
             repo_type="model",
-            repo_id=place._address.model,
+            repo_id=requests.address.model,
             # Who proposes a change need not be able to write the branch.
-            revision=None if place._wishes.pull_request else quote(place._branch, safe=""),
-            endpoint=place._api.endpoint,
-            headers=place._headers,
+            revision=None if requests.is_proposal else quote(requests.branch, safe=""),
+            endpoint=requests.endpoint,
+            headers=requests.headers,
         )
         if errors:
             what = errors[0].get("error", {}).get("message", "no reason")
-            raise Unavailable(f"the Hub does not take {file.path}: {what}", where=place.shown)
+            raise Unavailable(
+                f"the Hub does not take {file.path}: {what}", where=str(requests.address)
+            )
         action = actions[0]
         if action.get("actions") is None:
             tick(file.size)
@@ -393,51 +409,54 @@ class _Lfs:
                 yield reader
 
         operation: Any = SimpleNamespace(path_in_repo=file.path, upload_info=info, as_file=as_file)
-        lfs.lfs_upload(operation, action, headers=place._headers, endpoint=place._api.endpoint)
+        lfs.lfs_upload(operation, action, headers=requests.headers, endpoint=requests.endpoint)
         return file.size
 
 
 class _Xet:
     """Contents go through Xet, which sends the chunks that the Hub lacks."""
 
-    def __init__(self, place: HubDestination) -> None:
+    def __init__(self, requests: _Requests) -> None:
         import hf_xet
 
-        self._place = place
+        self._requests = requests
         self._session = hf_xet.XetSession()
 
     def send(self, file: OutgoingFile, tick: Callable[[int], None]) -> _Uploaded:
-        digest = file.sha256()
         try:
-            return _Uploaded(digest, self._sent(file, digest, tick))
+            return self._sent(file, tick)
         except (MstoreError, KeyboardInterrupt):
             raise
         except Exception as error:
             raise Unavailable(
                 f"the Hub's storage does not take {file.path}: {str(error).splitlines()[0]}",
-                where=self._place.shown,
+                where=str(self._requests.address),
                 hint="run the command again: it goes on with what arrived",
             ) from error
 
-    def _sent(self, file: OutgoingFile, digest: str, tick: Callable[[int], None]) -> int:
-        headers = self._place._headers
+    def _sent(self, file: OutgoingFile, tick: Callable[[int], None]) -> _Uploaded:
+        import hf_xet
+
+        headers = self._requests.headers
         own = {key: value for key, value in headers.items() if key.lower() != "authorization"}
         commit = self._session.new_upload_commit(
-            token_refresh_url=self._place.token_url,
+            token_refresh_url=self._requests.token_url,
             token_refresh_headers=headers,
             custom_headers=own,
         )
         try:
+            # If nobody knows it yet, Xet computes it on the way: one pass instead of two.
+            digest = file.known_sha256 or hf_xet.COMPUTE_SHA256
             stream = commit.start_upload_stream(name=file.path, sha256=digest)
             for piece in file.stream():
                 stream.write(bytes(piece))
                 tick(len(piece))
-            stream.finish()
+            made = stream.finish()
             report = commit.wait_to_finish()
         except BaseException:
             commit.abort()
             raise
-        return int(report.dedup_metrics.total_bytes_uploaded)
+        return _Uploaded(made.xet_info.sha256, report.dedup_metrics.total_bytes_uploaded)
 
 
 def _is_same(file: OutgoingFile, there: RemoteFile) -> bool:

@@ -36,7 +36,7 @@ from mstore.judging.scores import (
 )
 from mstore.snapshots import notes
 from mstore.store.catalog import Catalog
-from mstore.store.objects.note import COUNTS, EVALUATION, Note, packed, states
+from mstore.store.objects.note import COUNTS, EVALUATION, PASSED, Note, packed, states
 from mstore.terms.errors import BadRequest, CommandFailed, WrongCommand
 from mstore.terms.ids import NoteId, SnapshotId
 from mstore.terms.phrases import Option, is_text
@@ -44,8 +44,6 @@ from mstore.terms.report import Report
 
 DAY: Final = 86_400.0
 """Seconds that a command may take unless somebody says otherwise."""
-PASSED: Final = "passed"
-"""The score of a command that has no other: 1 for the exit status 0, else 0."""
 _MAX_KEY_BYTES: Final = 200
 _TAIL_BYTES: Final = 4000
 

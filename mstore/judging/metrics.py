@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from mstore.judging.evaluation import PASSED
 from mstore.snapshots import lineage, notes
 from mstore.store.catalog import Catalog
-from mstore.store.objects.note import COUNTS, EVALUATION, Note, states
 from mstore.terms.ids import SnapshotId
 from mstore.terms.report import Report
 
@@ -42,7 +40,7 @@ def metrics(catalog: Catalog, named: Iterable[tuple[str, SnapshotId]]) -> list[M
     Evaluations of several keys may call their scores alike. Where that gives one snapshot different
     values of a name, these scores are called `KEY:NAME` in all rows. Raises NotFound, Corrupt.
     """
-    found = [(name, id, dict(_evaluated(catalog, id))) for name, id in named]
+    found = [(name, id, dict(notes.scores_of(catalog, id))) for name, id in named]
     unclear: set[str] = set()
     for _, _, scores in found:
         values: dict[str, float] = {}
@@ -72,22 +70,3 @@ def _row(catalog: Catalog, name: str, id: SnapshotId, scores: dict[str, float]) 
         full_expert_bytes=None if plan is None else plan.full_expert_bytes,
         scores=scores,
     )
-
-
-def _evaluated(catalog: Catalog, id: SnapshotId) -> Iterator[tuple[tuple[str, str], float]]:
-    """Yield the scores of the evaluations that count, each by the note's key and its name."""
-    found = notes.notes_on(catalog, id)
-    state_of = states(found)
-    for one, note in found.items():
-        if note.form == EVALUATION and state_of[one] == COUNTS:
-            for name, score in _scores(note):
-                yield (note.key, name), score
-
-
-def _scores(note: Note) -> Iterator[tuple[str, float]]:
-    """Yield scores by name; a bare number, and what the exit status says, by the note's key."""
-    value = note.value
-    scores = value.get("scores") if isinstance(value, dict) else {note.key: value}
-    for name, score in scores.items() if isinstance(scores, dict) else ():
-        if isinstance(score, int | float) and not isinstance(score, bool):
-            yield note.key if name == PASSED else name, float(score)

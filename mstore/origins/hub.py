@@ -43,6 +43,11 @@ def is_address(text: str) -> bool:
     return _ADDRESS.fullmatch(text) is not None
 
 
+def is_page(url: str) -> bool:
+    """Return whether an address of the web is of the Hub that is asked.  Raises Unavailable."""
+    return url.startswith(f"{library().constants.ENDPOINT}/")
+
+
 class Address(msgspec.Struct, frozen=True):
     """A model on the Hub: ORG/NAME, a revision (None: the main branch), a directory of it."""
 
@@ -80,6 +85,22 @@ class Address(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """The last part of the model's name, or of the directory."""
         return (self.directory or self.model).rpartition("/")[2]
+
+
+def recorded(origin: Origin) -> Address | None:
+    """Return the address that a snapshot of this origin was added from; None: from no Hub."""
+    if not origin.model:
+        return None
+    revision = origin.revision or origin.commit
+    _, _, directory = origin.url.partition(f"/{origin.model}/tree/{revision}/")
+    return Address(origin.model, revision, directory)
+
+
+def now(origin: Origin, address: Address) -> str:
+    """Return the commit that an address is now.  Raises as `HubRepository`."""
+    if not is_page(origin.url):
+        raise Unavailable("it is of another Hub than HF_ENDPOINT names", where=str(address))
+    return HubRepository(address).commit
 
 
 def library() -> Any:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
+from mstore.checkpoint.origin import Origin
 from mstore.oci import address as oci
-from mstore.origins import hub
-from mstore.origins.registry import RegistryRepository
+from mstore.origins import hub, registry
 from mstore.origins.repository import Repository
-from mstore.terms.errors import BadRequest
+from mstore.terms.errors import BadRequest, Unavailable
 
 
 class Address(Protocol):
@@ -26,13 +26,16 @@ class _Kind(NamedTuple):
 
     opened: asks the place for what an address names; takes an address and a directory for scratch.
     by_hand: of an address, the command of the place's own tool that downloads it, and what `add`
-    is to add then.
+    is to add then. recorded: the address that a snapshot of an origin was added from; None if that
+    is of another kind. now: the commit that such an address is now.
     """
 
     is_address: Callable[[str], bool]
     parse: Callable[[str], Any]
     opened: Callable[[Any, Path], Repository]
     by_hand: Callable[[Any], tuple[str, str]]
+    recorded: Callable[[Origin], Any]
+    now: Callable[[Origin, Any], str]
 
 
 _KINDS: Final = (
@@ -41,12 +44,16 @@ _KINDS: Final = (
         hub.Address.parse,
         lambda address, _: hub.HubRepository(address),
         lambda address: (f"hf download {address.model}", address.model),
+        hub.recorded,
+        hub.now,
     ),
     _Kind(
         oci.is_address,
         oci.Address.parse,
-        RegistryRepository,
+        registry.RegistryRepository,
         lambda address: (f"oras pull -o DIR {str(address).partition(':')[2]}", "DIR"),
+        registry.recorded,
+        registry.now,
     ),
 )
 
@@ -77,6 +84,24 @@ def opened(text: str, scratch: Path) -> Repository:
     """
     kind = _kind(text)
     return kind.opened(kind.parse(text), scratch)
+
+
+def recorded(origin: Origin) -> Address | None:
+    """Return the address that a snapshot of an origin was added from; None if no kind knows it."""
+    found = (kind.recorded(origin) for kind in _KINDS)
+    return next((one for one in found if one is not None), None)
+
+
+def now(origin: Origin) -> str:
+    """Return the commit that the address of an origin is now.
+
+    Raises NotFound, Unavailable (also for an origin of no kind that is known).
+    """
+    for kind in _KINDS:
+        address = kind.recorded(origin)
+        if address is not None:
+            return kind.now(origin, address)
+    raise Unavailable("mstore does not know this kind of place", where=origin.url)
 
 
 def by_hand(text: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from mstore import fs
 from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import read_part
-from mstore.oci.address import Address
+from mstore.oci.address import Address, is_address
 from mstore.oci.archives import members
 from mstore.oci.artifacts import Artifact, Descriptor, Layer, artifact, indexed, is_index, several
 from mstore.oci.client import INDEXES, MANIFESTS, Found, Registry
@@ -103,6 +103,24 @@ class _Unpacked:
 
     def _directory(self, digest: str) -> Path:
         return self._scratch / "layers" / digest.removeprefix("sha256:")
+
+
+def recorded(origin: Origin) -> Address | None:
+    """Return the address that a snapshot of this origin was added from; None: from no registry."""
+    if not is_address(origin.url):
+        return None
+    chosen = f":{origin.revision}" if origin.revision else f"@{origin.commit}"
+    return Address.parse(f"{origin.url}{chosen}")
+
+
+def now(origin: Origin, address: Address) -> str:
+    """Return the digest that an address names now.  Raises NotFound, Unavailable."""
+    del origin
+    with Registry(address) as registry:
+        digest = registry.manifest_digest(address.reference)
+    if digest is None:
+        raise NotFound("the registry has no such artifact any more", where=str(address))
+    return digest
 
 
 class RegistryRepository:

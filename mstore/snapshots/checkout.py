@@ -98,6 +98,7 @@ def checkout(
     shared: bool = False,
     only: Sequence[str] = (),
     reflink: Reflink = Reflink.AUTO,
+    made: Callable[[SnapshotView], Mapping[str, bytes]] = lambda view: {},
     progress: ProgressCallback | None = None,
     computing: Callable[[], Computing] | None = None,
 ) -> CheckoutReport:
@@ -106,7 +107,8 @@ def checkout(
     Holds the snapshot meanwhile. `computing` returns what computes blocks of a virtual snapshot.
     shared: allow a parent directory in which others can rename. only: write the files whose paths
     match one of these patterns (`*` also matches `/`); empty means all files. reflink: whether to
-    share extents with packs. Raises NotFound for a pattern that matches no file, BadRequest,
+    share extents with packs. made: gives files in place of the snapshot's, or beside them, by their
+    paths. Raises NotFound for a pattern that matches no file, BadRequest,
     BadCheckpoint, Conflict, Corrupt, Incompatible (sharing is required, and the filesystem cannot),
     StorageFailed; an error leaves nothing behind.
     """
@@ -122,14 +124,20 @@ def checkout(
             where=str(directory),
             hint=f"mkdir -p {directory.parent}",
         )
-    files = _chosen(view, only)
+    with contents.held(catalog, [view.id]):
+        new = made(view)
+    files = _chosen({**view.files, **{path: len(data) for path, data in new.items()}}, view, only)
+    new = {path: data for path, data in new.items() if path in files}
     total = sum(files.values())
+    stored = {path: size for path, size in files.items() if path not in new}
     reflinks = Reflinks(catalog, reflink, directory)
-    reflinks.require_any(view, list(files), view.id.short)
+    reflinks.require_any(view, list(stored), view.id.short)
     tree = fs.NewTree(directory, shared=shared)
     try:
         with contents.held(catalog, [view.id]):
-            _Checkout(catalog, view, files, tree, reflinks).run(threads, total, progress)
+            _Checkout(catalog, view, stored, tree, reflinks).run(threads, total, progress)
+        for path, data in new.items():
+            _write(tree, path, data)
         tree.publish()
     except BaseException:
         tree.abandon()
@@ -144,17 +152,26 @@ def checkout(
     )
 
 
-def _chosen(view: SnapshotView, only: Sequence[str]) -> dict[str, int]:
-    """Return the sizes of matching files by path, in the snapshot's order."""
+def _chosen(files: Mapping[str, int], view: SnapshotView, only: Sequence[str]) -> dict[str, int]:
+    """Return the sizes of matching files by path, in their order."""
     _require_texts(only)
     if not only:
-        return dict(view.files)
-    if (pattern := unmatched(view.files, only)) is not None:
+        return dict(files)
+    if (pattern := unmatched(files, only)) is not None:
         raise NotFound(
             "no file of the snapshot matches", where=pattern, hint=call("files", view.id.short)
         )
-    matched = matching(view.files, only)
-    return {path: size for path, size in view.files.items() if path in matched}
+    matched = matching(files, only)
+    return {path: size for path, size in files.items() if path in matched}
+
+
+def _write(tree: fs.NewTree, path: str, data: bytes) -> None:
+    file = tree.create(path)
+    try:
+        file.append(data)
+        file.sync()
+    finally:
+        file.close()
 
 
 def _require_texts(only: Sequence[object]) -> None:

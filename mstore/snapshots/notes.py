@@ -11,7 +11,7 @@ command: no copy, fetch or push has these rows, and a removal of the note takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mstore.blocks.index import Index
@@ -24,6 +24,7 @@ from mstore.store.objects.canonical import MAX_COUNT
 from mstore.store.objects.note import (
     COUNTS,
     EVALUATION,
+    PASSED,
     REMOVAL,
     STATING,
     VERDICT,
@@ -182,6 +183,28 @@ def reports(
         if one.form in STATING and (every or state_of[id] == COUNTS)
     ]
     return tuple(sorted(listed, key=lambda one: one.key))
+
+
+def scores_of(catalog: Catalog, id: SnapshotId) -> Iterator[tuple[tuple[str, str], float]]:
+    """Yield the scores of the evaluations that count, each by the note's key and its name.
+
+    Raises Corrupt, NotFound.
+    """
+    found = notes_on(catalog, id)
+    state_of = states(found)
+    for one, note in found.items():
+        if note.form == EVALUATION and state_of[one] == COUNTS:
+            for name, score in _scores(note):
+                yield (note.key, name), score
+
+
+def _scores(note: Note) -> Iterator[tuple[str, float]]:
+    """Yield scores by name; a bare number, and what the exit status says, by the note's key."""
+    value = note.value
+    scores = value.get("scores") if isinstance(value, dict) else {note.key: value}
+    for name, score in scores.items() if isinstance(scores, dict) else ():
+        if isinstance(score, int | float) and not isinstance(score, bool):
+            yield note.key if name == PASSED else name, float(score)
 
 
 def named(

@@ -41,6 +41,14 @@ def checkout(
             "auto, always or never.",
         ),
     ] = "auto",
+    card: Annotated[
+        bool,
+        Option(
+            "--card",
+            help="Write README.md as `mstore export` sends it, completed with what the store knows "
+            "of the model.",
+        ),
+    ] = False,
     threads: Threads = None,
 ) -> None:
     """Write the files of a snapshot, or one model of it.
@@ -56,6 +64,7 @@ def checkout(
             shared=shared,
             only=patterns,
             reflink=reflink,
+            card=card,
             progress=tick,
         )
         session.settled()

@@ -55,10 +55,13 @@ from mstore.terms.ids import ManifestId
 
 LICENCES = "licenses"
 
-_OF_NAMES = """\
-A name is what a model's own card says (`model_name`), or what all experts' cards call their
-base. Content is mstore's id of all of a parent's files. Put the names of the models in place
+TO_PUBLISH = """\
+Put the names of the models in place
 of ids in `base_model` before you publish this."""
+"""What the card asks for, and an export does (`mstore.exports.card`)."""
+_OF_NAMES = f"""\
+A name is what a model's own card says (`model_name`), or what all experts' cards call their
+base. Content is mstore's id of all of a parent's files. {TO_PUBLISH}"""
 _OF_RULES = """\
 Some tensors were merged by rules of their own, which options cannot state; `mstore explain REF`
 shows the method and the sources of each.

@@ -39,6 +39,8 @@ VERDICT = "verdict"
 LINK = "link"
 SIGNATURE = "signature"
 REMOVAL = "removal"
+PASSED = "passed"
+"""The one score of a command that names no scores: 1 for the exit status 0, else 0."""
 STATING = (VALUE, EVALUATION, VERDICT, LINK)
 """Kinds of notes that give a key a value."""
 KINDS = (*STATING, SIGNATURE, REMOVAL)
