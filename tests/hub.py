@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import struct
 import threading
@@ -28,6 +29,8 @@ LFS = (".safetensors", ".bin", ".onnx")
 GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 PAGE = 1000
 """Entries of one answer of a tree."""
+PIECE = 1 << 18
+"""Bytes that are sent at once."""
 
 
 @dataclass
@@ -83,7 +86,7 @@ class Fault:
 class Hub:
     """The server; `url` is its HF_ENDPOINT."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.models: dict[str, Repository] = {}
         self.tokens = {"hf_good"}
         self.reading_tokens = {"hf_read"}
@@ -110,7 +113,9 @@ class Hub:
         self.before_part: Callable[[str], None] = lambda path: None
         """Called before other bytes of a file are sent."""
         self.ranges = True
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.pace: Callable[[int], None] = lambda size: None
+        """Called before so many bytes of an answer are sent."""
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         # Another host, to which no client may send a token.
@@ -123,6 +128,12 @@ class Hub:
         made = self.models[id] = Repository(**options)
         made.commit(files)
         return made
+
+    def entries(self, id: str) -> None:
+        """Hash the files of a model now, and not when the first client asks."""
+        for files in self.models[id].commits.values():
+            for path, data in files.items():
+                _entry(path, data)
 
     def fail(
         self, path: str, status: int, times: int = 1, *, whole: bool = False, **headers: str
@@ -160,6 +171,12 @@ class Hub:
             self._server.shutdown()
             self._server.server_close()
             thread.join()
+
+
+def environment(url: str, home: Path) -> dict[str, str]:
+    """Return what a process finds that has this Hub, and nothing else of any Hub."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return {**own, "HF_ENDPOINT": url, "HF_HOME": str(home)}
 
 
 def directory_files(directory: Path) -> dict[str, bytes]:
@@ -537,20 +554,20 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def body(self, path: str, data: bytes, headers: dict[str, str]) -> None:
             data = hub.served.get(path, data)
             wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            status = 200
+            status, start, end = 200, 0, len(data)
             if wanted is not None and hub.ranges:
                 start = int(wanted[1])
-                end = int(wanted[2]) + 1 if wanted[2] else len(data)
-                headers["Content-Range"] = f"bytes {start}-{min(end, len(data)) - 1}/{len(data)}"
-                data, status = data[start:end], 206
+                end = min(int(wanted[2]) + 1, len(data)) if wanted[2] else len(data)
+                headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+                status = 206
             if self.command == "GET" and not self.is_part(unquote(urlsplit(self.path).path)):
                 hub.requests.append(("BYTES", path))
                 hub.before_send(path)
             elif self.command == "GET":
                 hub.before_part(path)
-            self.say(status, data, {**headers, "Accept-Ranges": "bytes"})
+            self.say(status, memoryview(data)[start:end], {**headers, "Accept-Ranges": "bytes"})
 
-        def say(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+        def say(self, status: int, data: bytes | memoryview, headers: Mapping[str, str]) -> None:
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
@@ -559,7 +576,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if self.command == "HEAD":
                 return
             try:
-                self.wfile.write(data)
+                for at in range(0, len(data), PIECE):
+                    hub.pace(min(PIECE, len(data) - at))
+                    self.wfile.write(data[at : at + PIECE])
             except OSError:
                 self.close_connection = True
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from hub import Hub, directory_files
+from hub import Hub, directory_files, environment
 from small_models import small_model
 from test_hub import PIPELINE, sharded
 
@@ -36,8 +35,7 @@ def test_the_page(tmp_path: Path) -> None:
         card = {"base_model": "org/base"} if changed else {}
         matter = "".join(f"{key}: {value}\n" for key, value in card.items())
         hub.model(f"org/{name}", {**files, "README.md": f"---\n{matter}---\n".encode()}, card=card)
-    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
-    environment = {**os.environ, **own, "MSTORE_STORE": str(tmp_path / "store")}
+    own = {**environment(hub.url, tmp_path / "hf"), "MSTORE_STORE": str(tmp_path / "store")}
 
     def run(line: str) -> str:
         program, *words = shlex.split(line)
@@ -47,7 +45,7 @@ def test_the_page(tmp_path: Path) -> None:
             check=False,
             capture_output=True,
             text=True,
-            env=environment,
+            env=own,
             cwd=tmp_path,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"

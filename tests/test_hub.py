@@ -6,7 +6,6 @@ The Hub is `tests/hub.py`; huggingface_hub is the real one.
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -20,7 +19,7 @@ from pathlib import Path
 import pytest
 from checkpoints import safetensors_bytes
 from cli_runs import Program
-from hub import Hub, directory_files
+from hub import Hub, directory_files, environment
 from huggingface_hub import constants, snapshot_download
 from small_models import BLOCK, files_of, small_model
 
@@ -371,12 +370,7 @@ def _command(tmp_path: Path, *words: str) -> list[str]:
 
 
 def _env(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    own = {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_CACHE": str(tmp_path / "cache"),
-    }
-    return {**os.environ, **own}
+    return environment(hub.url, tmp_path / "hf")
 
 
 # Who may, and a busy server
