@@ -36,6 +36,9 @@ def test_the_page(tmp_path: Path) -> None:
         matter = "".join(f"{key}: {value}\n" for key, value in card.items())
         hub.model(f"org/{name}", {**files, "README.md": f"---\n{matter}---\n".encode()}, card=card)
     own = {**environment(hub.url, tmp_path / "hf"), "MSTORE_STORE": str(tmp_path / "store")}
+    own["HF_TOKEN"] = "hf_good"
+    hub.xet = tmp_path / "cas"
+    hub.xet.mkdir()
 
     def run(line: str) -> str:
         program, *words = shlex.split(line)
@@ -55,6 +58,13 @@ def test_the_page(tmp_path: Path) -> None:
         run("mstore init --block-size 64KiB")
         told = {line: run(line) for line in commands()}
     assert f"{hub.url}/org/tiny {tiny.refs['main']} (main)" in told["mstore show tiny"]
+    there = hub.models["org/tuned-2"]
+    assert there.private
+    # The second version has what the first had: there was nothing to commit.
+    assert len(there.commits) == 2
+    assert there.refs["experiment"] == there.refs["main"]
+    assert "refs/pr/2" in tiny.refs
+    assert (tmp_path / "out" / "README.md").read_bytes() == there.tip()["README.md"]
     last = told["mstore add hf://org/tuned --name tuned --with-base"]
     assert last.index("added base") < last.index("added tuned")
     assert "README.md names 'org/base'" in last

@@ -310,17 +310,19 @@ def test_addresses_that_are_none(text: str, why: str, store: Store) -> None:
 
 def test_docker_hub_has_its_own_names() -> None:
     """docker.io/NAME is docker.io/library/NAME, and other hosts are asked."""
-    from mstore.oci.address import Address
+    from mstore.oci.address import ArtifactAddress
 
-    hub = Address.parse("oci://docker.io/gemma")
+    hub = ArtifactAddress.parse("oci://docker.io/gemma")
     assert (hub.repository, hub.tag, hub.server) == (
         "library/gemma",
         "latest",
         "registry-1.docker.io",
     )
-    assert Address.parse("oci://index.docker.io/ai/gemma:2").url == "oci://docker.io/ai/gemma"
-    assert Address.parse("oci:[::1]:5000/a/b").is_on_this_machine
-    assert not Address.parse("oci://localhost.example.org/a").is_on_this_machine
+    assert (
+        ArtifactAddress.parse("oci://index.docker.io/ai/gemma:2").url == "oci://docker.io/ai/gemma"
+    )
+    assert ArtifactAddress.parse("oci:[::1]:5000/a/b").is_on_this_machine
+    assert not ArtifactAddress.parse("oci://localhost.example.org/a").is_on_this_machine
 
 
 def test_what_is_not_there(proxy: Proxy, server: Registry, store: Store, name: str) -> None:

@@ -139,10 +139,10 @@ def test_no_password_goes_to_a_service_without_tls(
     home: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A registry elsewhere that names a token service without TLS gets nothing."""
-    from mstore.oci.address import Address
+    from mstore.oci.address import ArtifactAddress
 
     write(home / ".docker/config.json", {"auths": {"h.example": {"auth": BASIC}}})
-    registry = client.Registry(Address.parse("oci://h.example/x"))
+    registry = client.Registry(ArtifactAddress.parse("oci://h.example/x"))
     for realm in ("http://tokens.example/t", "file:///etc/passwd", "", "//tokens.example"):
         with pytest.raises(Unavailable, match="without TLS"):
             registry._authorized(f'Bearer realm="{realm}",service="s"', ("repository:x:pull",))

@@ -36,8 +36,8 @@ class Exporting(OpenStore):
         """Send the files of a snapshot to a place where others find models.
 
         The place has exactly these files afterwards, all in one step.  Files that it has are not
-        sent again, and no copy of them lies on this machine's disk.  If the call is interrupted, the
-        same call goes on.
+        sent again, and no copy of them lies on this machine's disk.  If the call is interrupted,
+        the same call goes on.
 
         revision: a snapshot, or REF:MODEL.
         address: `hf://ORG/NAME[@BRANCH][/DIRECTORY]`, a model of the Hugging Face Hub, which is

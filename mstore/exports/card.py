@@ -65,7 +65,7 @@ _EIGHT_BITS: Final = ("F8", "I8", "U8", "F4", "F6")
 _MOST_ANCESTORS: Final = 1000
 
 
-class _Source(msgspec.Struct, frozen=True):
+class _ParentModel(msgspec.Struct, frozen=True):
     """A model that this one was made of.
 
     origin: where it is on the Hub, or the nearest model there that it was made of; None: nowhere.
@@ -120,7 +120,7 @@ class _Card:
         self._view = view
         self._name = name
         self._record = catalog.snapshot(view.id)
-        self._sources = list(self._found_sources())
+        self._parents = list(self._found_parents())
 
     def completed(self, text: str) -> str:
         """Return the text of a README.md with what it lacks."""
@@ -162,7 +162,7 @@ class _Card:
             yield "model-index", index
 
     def _base_names(self) -> list[str]:
-        names = [one.name for one in self._sources if one.name is not None]
+        names = [one.name for one in self._parents if one.name is not None]
         if not names and ADAPTER_CONFIG in self._view.files:
             size = self._view.files[ADAPTER_CONFIG]
             own = named_base(self._view.read(ADAPTER_CONFIG, 0, size))
@@ -185,11 +185,11 @@ class _Card:
 
     def _licence(self) -> Iterator[tuple[str, object]]:
         """Yield the licence that all sources state alike."""
-        stated = {self._licence_of(one) for one in self._sources}
+        stated = {self._licence_of(one) for one in self._parents}
         if len(stated) == 1:
             yield from zip(_LICENCE[: len(first := stated.pop())], first, strict=True)
 
-    def _licence_of(self, source: _Source) -> tuple[str, ...]:
+    def _licence_of(self, source: _ParentModel) -> tuple[str, ...]:
         """Return the values of `_LICENCE` in the card of a source, as far as they are there."""
         lines: list[str] = []
         with suppress(NotFound, Corrupt):
@@ -242,7 +242,7 @@ class _Card:
         yield "|---|---|---|---|"
         own = self._record.manifest_id().hex()
         yield f"| this model | snapshot `{self._view.id.hex()}` | | `{own}` |"
-        for one in self._sources:
+        for one in self._parents:
             content = one.record.manifest_id().hex()
             yield f"| {one.role} | {one.told()} | {one.commit()} | `{content}` |"
         scores = list(self._scores())
@@ -253,11 +253,11 @@ class _Card:
 
     # -- the lineage ---------------------------------------------------------------------------
 
-    def _found_sources(self) -> Iterator[_Source]:
+    def _found_parents(self) -> Iterator[_ParentModel]:
         for parent in self._record.parents:
             if parent.role in (records.BASE, records.EXPERT):
                 record = self._catalog.snapshot(parent.snapshot_id())
-                yield _Source(parent.role, record, self._on_hub(record))
+                yield _ParentModel(parent.role, record, self._on_hub(record))
 
     def _on_hub(self, record: SnapshotRecord) -> Origin | None:
         """Return where a model is on the Hub, or else its nearest base."""

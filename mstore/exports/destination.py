@@ -178,8 +178,8 @@ class Export(msgspec.Struct, frozen=True):
 class ChangesThere(msgspec.Struct, frozen=True):
     """How a place differs from what is exported.
 
-    is_new: the place is not there yet. added, changed: files to send. there: files that the place
-    has already. removed: paths of files that it has, and that the snapshot lacks.
+    is_new: the place, or the branch there, is to be made. added, changed: files to send. there:
+    files that the place has already. removed: paths of files that it has, and the snapshot lacks.
     """
 
     is_new: bool
@@ -192,11 +192,6 @@ class ChangesThere(msgspec.Struct, frozen=True):
     def to_send(self) -> Sequence[OutgoingFile]:
         """The files to send."""
         return (*self.added, *self.changed)
-
-    @property
-    def is_none(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self.is_new or self.added or self.changed or self.removed)
 
 
 class Sent(msgspec.Struct, frozen=True):

@@ -50,7 +50,7 @@ class ExportReport(Report, frozen=True):
     address: str
     """where it went"""
     is_new: bool
-    """whether the export makes the place"""
+    """whether the export makes the place, or the branch there"""
     commit: str | None
     """what the place calls the state with these files: a commit; None for a dry run"""
     url: str | None

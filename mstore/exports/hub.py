@@ -193,15 +193,14 @@ class HubDestination:
 
     def send(self, outgoing: Export, changes: ChangesThere, tick: Callable[[int], None]) -> Sent:
         """Make one commit with the changes; if there are none, no commit."""
-        if changes.is_new:
+        if self._parent is None:
             self._create()
-        if changes.is_none:
-            return Sent(str(self._parent), self._page(str(self._parent)), 0)
         if not self._has_branch:
             branch = {"branch": self._branch, "revision": self._parent, "exist_ok": True}
-            self._requests.written(
-                lambda: self._requests.api.create_branch(self._address.model, **branch)
-            )
+            make = self._requests.api.create_branch
+            self._requests.written(lambda: make(self._address.model, **branch))
+        if not (changes.to_send or changes.removed):
+            return Sent(str(self._parent), self._page(str(self._parent)), 0)
         modes = self._modes(changes.to_send)
         large = [file for file in changes.to_send if modes[file.path] == _LFS and file.size]
         upload = self._upload()

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from mstore.exports.destination import ChangesThere, Export, OutgoingFile, Sent, Wishes
-from mstore.oci.address import Address
+from mstore.oci.address import ArtifactAddress
 from mstore.oci.artifacts import (
     CONFIG_TYPE,
     EMPTY,
@@ -62,7 +62,7 @@ class RegistryDestination:
     """A tag of a repository, for one export."""
 
     def __init__(self, address: str, wishes: Wishes) -> None:
-        self.address = Address.parse(address)
+        self.address = ArtifactAddress.parse(address)
         if self.address.digest is not None:
             raise BadRequest(
                 "an export moves a tag, and this names a digest",

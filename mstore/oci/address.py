@@ -36,7 +36,7 @@ def is_address(text: str) -> bool:
     return _ADDRESS.fullmatch(text) is not None
 
 
-class Address(msgspec.Struct, frozen=True):
+class ArtifactAddress(msgspec.Struct, frozen=True):
     """An artifact: host (and port) of its registry, repository, and a tag or a digest."""
 
     host: str
@@ -45,7 +45,7 @@ class Address(msgspec.Struct, frozen=True):
     digest: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str) -> ArtifactAddress:
         """Return the address that `oci://HOST/REPOSITORY[:TAG|@DIGEST]` names.
 
         Without tag and digest, the tag is `latest`.  `docker.io/NAME` is `docker.io/library/NAME`.

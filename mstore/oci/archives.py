@@ -84,7 +84,7 @@ class _Forward:
         return data
 
 
-class Member:
+class TarMember:
     """A file of a tar; its bytes can be read until the next member is asked for."""
 
     def __init__(self, path: str, size: int, data: IO[bytes], where: str) -> None:
@@ -102,7 +102,7 @@ class Member:
 
 def members(
     pieces: Iterator[bytes], *, compression: str, size: int, most_files: int, where: str
-) -> Iterator[Member]:
+) -> Iterator[TarMember]:
     """Yield the files of a tar layer.
 
     pieces: of the layer, in order; they are read to their end. size: of the layer, in bytes.
@@ -126,7 +126,7 @@ def members(
             check_relative(path, where)
             data = archive.extractfile(one)
             assert data is not None, "regular files have data"
-            yield Member(path, one.size, data, where)
+            yield TarMember(path, one.size, data, where)
         # So that all of the layer is compared with its digest.
         while forward.read(_PIECE):
             pass

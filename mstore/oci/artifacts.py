@@ -23,7 +23,7 @@ import msgspec
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.strict_json import parse_object
 from mstore.oci.address import is_digest
-from mstore.oci.client import INDEXES, MANIFEST, Found
+from mstore.oci.client import INDEXES, MANIFEST, FoundManifest
 from mstore.terms.errors import BadCheckpoint
 from mstore.terms.phrases import few
 
@@ -80,7 +80,7 @@ class Descriptor(msgspec.Struct, frozen=True):
         return {**told, "annotations": dict(self.annotations)} if self.annotations else told
 
 
-class Layer(msgspec.Struct, frozen=True):
+class ArtifactLayer(msgspec.Struct, frozen=True):
     """A layer of an artifact.
 
     path: of its one file, as the manifest names it, unchecked; None: it is a tar, whose members
@@ -96,15 +96,15 @@ class Artifact(msgspec.Struct, frozen=True):
     """A model's manifest: its digest and its layers, without those of data sets."""
 
     digest: str
-    layers: tuple[Layer, ...]
+    layers: tuple[ArtifactLayer, ...]
 
 
-def is_index(found: Found) -> bool:
+def is_index(found: FoundManifest) -> bool:
     """Return whether a manifest is an index of others."""
     return _kind(_parsed(found.data, ""), found) in INDEXES
 
 
-def indexed(found: Found, where: str) -> list[Descriptor]:
+def indexed(found: FoundManifest, where: str) -> list[Descriptor]:
     """Return the manifests that an index names.  Raises BadCheckpoint."""
     listed = _parsed(found.data, where).get("manifests")
     if not isinstance(listed, list):
@@ -112,7 +112,7 @@ def indexed(found: Found, where: str) -> list[Descriptor]:
     return [_descriptor(one, where) for one in listed]
 
 
-def artifact(found: Found, where: str, *, most: int) -> Artifact:
+def artifact(found: FoundManifest, where: str, *, most: int) -> Artifact:
     """Return the artifact that a manifest describes.  Raises BadCheckpoint.
 
     most: layers that it may have.
@@ -135,7 +135,7 @@ def _parsed(data: bytes, where: str) -> dict[str, object]:
     return parse_object(data, what="the manifest", where=where, max_containers=_MOST_CONTAINERS)
 
 
-def _kind(told: Mapping[str, object], found: Found) -> object:
+def _kind(told: Mapping[str, object], found: FoundManifest) -> object:
     """Return the media type of a manifest: what it says itself, else what the registry says."""
     return told.get("mediaType") or found.media_type or MANIFEST
 
@@ -155,7 +155,7 @@ def _descriptor(told: object, where: str) -> Descriptor:
     )
 
 
-def _layers(blobs: Sequence[Descriptor], where: str) -> Iterator[Layer]:
+def _layers(blobs: Sequence[Descriptor], where: str) -> Iterator[ArtifactLayer]:
     counts = Counter(blob.media_type.removeprefix(_DOCKER) for blob in blobs)
     numbers: Counter[str] = Counter()
     for blob in blobs:
@@ -166,7 +166,7 @@ def _layers(blobs: Sequence[Descriptor], where: str) -> Iterator[Layer]:
             if packed not in COMPRESSIONS:
                 raise BadCheckpoint(f"a layer is compressed by {quoted(packed)}", where=where)
             if _DATA not in (tar["part"], tar["kit"]):
-                yield Layer(blob, None, packed)
+                yield ArtifactLayer(blob, None, packed)
         elif plain is None:
             raise BadCheckpoint(
                 f"a layer has the media type {quoted(blob.media_type)}, which is none of a model",
@@ -178,7 +178,7 @@ def _layers(blobs: Sequence[Descriptor], where: str) -> Iterator[Layer]:
             path = _path(blob.annotations) or _docker_name(kind, numbers[kind], counts[kind])
             if path is None:
                 raise BadCheckpoint(f"the layer {blob.digest} names no file", where=where)
-            yield Layer(blob, path)
+            yield ArtifactLayer(blob, path)
 
 
 def _path(annotations: Mapping[str, str]) -> str | None:

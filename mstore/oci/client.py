@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 import msgspec
 
 from mstore.oci import credentials
-from mstore.oci.address import DOCKER_HUB, Address, is_digest, is_loopback
+from mstore.oci.address import DOCKER_HUB, ArtifactAddress, is_digest, is_loopback
 from mstore.terms.errors import BadCheckpoint, MstoreError, NotFound, Unavailable
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def library() -> Any:
     return httpx2
 
 
-class Found(NamedTuple):
+class FoundManifest(NamedTuple):
     """A manifest as a registry has it: its bytes, their digest, what the registry calls it."""
 
     data: bytes
@@ -92,7 +92,7 @@ class Registry:
     BadCheckpoint for bytes that have not the digest that they are asked for by.
     """
 
-    def __init__(self, address: Address, *, patience: float = 60.0) -> None:
+    def __init__(self, address: ArtifactAddress, *, patience: float = 60.0) -> None:
         httpx2 = library()
         self.address = address
         self._http: Any = httpx2.Client(
@@ -118,11 +118,11 @@ class Registry:
 
     # -- manifests ---------------------------------------------------------------------------------
 
-    def manifest(self, reference: str) -> Found | None:
+    def manifest(self, reference: str) -> FoundManifest | None:
         """Return the manifest of a tag or a digest; None if there is none."""
         headers = {"Accept": ", ".join((*MANIFESTS, *INDEXES))}
 
-        def ask() -> Found | None:
+        def ask() -> FoundManifest | None:
             with self._answer("GET", f"manifests/{reference}", headers=headers) as answer:
                 if answer.status_code == 404:
                     return None
@@ -131,7 +131,7 @@ class Registry:
             if data is None:
                 raise self._bad(f"the manifest {reference} has more than 4 MiB")
             kind = str(answer.headers.get("Content-Type", "")).partition(";")[0].strip()
-            return Found(data, digest_of(data), kind)
+            return FoundManifest(data, digest_of(data), kind)
 
         found = self._asked(ask)
         if found is not None and is_digest(reference) and found.digest != reference:

@@ -13,7 +13,7 @@ from mstore.origins.repository import Repository
 from mstore.terms.errors import BadRequest, Unavailable
 
 
-class Address(Protocol):
+class PlaceAddress(Protocol):
     """A checkpoint at a place.  Its text is an address, too, and stays one as a path."""
 
     @property
@@ -49,7 +49,7 @@ _KINDS: Final = (
     ),
     _Kind(
         oci.is_address,
-        oci.Address.parse,
+        oci.ArtifactAddress.parse,
         registry.RegistryRepository,
         lambda address: (f"oras pull -o DIR {str(address).partition(':')[2]}", "DIR"),
         registry.recorded,
@@ -70,9 +70,9 @@ def is_address(text: str) -> bool:
     return any(one.is_address(text) for one in _KINDS)
 
 
-def parse(text: str) -> Address:
+def parse(text: str) -> PlaceAddress:
     """Return the address that a text is.  Raises BadRequest, Unavailable (no library for it)."""
-    address: Address = _kind(text).parse(text)
+    address: PlaceAddress = _kind(text).parse(text)
     return address
 
 
@@ -86,7 +86,7 @@ def opened(text: str, scratch: Path) -> Repository:
     return kind.opened(kind.parse(text), scratch)
 
 
-def recorded(origin: Origin) -> Address | None:
+def recorded(origin: Origin) -> PlaceAddress | None:
     """Return the address that a snapshot of an origin was added from; None if no kind knows it."""
     found = (kind.recorded(origin) for kind in _KINDS)
     return next((one for one in found if one is not None), None)

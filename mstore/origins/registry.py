@@ -20,10 +20,18 @@ from mstore import fs
 from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import read_part
-from mstore.oci.address import Address, is_address
+from mstore.oci.address import ArtifactAddress, is_address
 from mstore.oci.archives import members
-from mstore.oci.artifacts import Artifact, Descriptor, Layer, artifact, indexed, is_index, several
-from mstore.oci.client import INDEXES, MANIFESTS, Found, Registry
+from mstore.oci.artifacts import (
+    Artifact,
+    ArtifactLayer,
+    Descriptor,
+    artifact,
+    indexed,
+    is_index,
+    several,
+)
+from mstore.oci.client import INDEXES, MANIFESTS, FoundManifest, Registry
 from mstore.origins.repository import RemoteFile
 from mstore.terms.errors import BadCheckpoint, NotFound
 
@@ -39,7 +47,7 @@ _ATTESTATION: Final = "vnd.docker.reference.type"
 class _Member(msgspec.Struct, frozen=True):
     """A file of an unpacked tar: where its bytes lie while the tar is there."""
 
-    layer: Layer
+    layer: ArtifactLayer
     path: Path
 
 
@@ -53,7 +61,7 @@ class _Unpacked:
         self._there: dict[str, int] = {}
         """Layers that are unpacked, by their digests, with their bytes."""
 
-    def files(self, layer: Layer) -> list[tuple[RemoteFile, _Member]]:
+    def files(self, layer: ArtifactLayer) -> list[tuple[RemoteFile, _Member]]:
         """Return the files of a layer, which is there then."""
         with self._lock:
             return self._unpack(layer)
@@ -65,7 +73,7 @@ class _Unpacked:
                 self._unpack(member.layer)
             return read_part(member.path, offset, length)
 
-    def _unpack(self, layer: Layer) -> list[tuple[RemoteFile, _Member]]:
+    def _unpack(self, layer: ArtifactLayer) -> list[tuple[RemoteFile, _Member]]:
         digest = layer.blob.digest
         for other, size in list(self._there.items()):
             if size > _STAYING or other == digest:
@@ -105,15 +113,15 @@ class _Unpacked:
         return self._scratch / "layers" / digest.removeprefix("sha256:")
 
 
-def recorded(origin: Origin) -> Address | None:
+def recorded(origin: Origin) -> ArtifactAddress | None:
     """Return the address that a snapshot of this origin was added from; None: from no registry."""
     if not is_address(origin.url):
         return None
     chosen = f":{origin.revision}" if origin.revision else f"@{origin.commit}"
-    return Address.parse(f"{origin.url}{chosen}")
+    return ArtifactAddress.parse(f"{origin.url}{chosen}")
 
 
-def now(origin: Origin, address: Address) -> str:
+def now(origin: Origin, address: ArtifactAddress) -> str:
     """Return the digest that an address names now.  Raises NotFound, Unavailable."""
     del origin
     with Registry(address) as registry:
@@ -130,7 +138,7 @@ class RegistryRepository:
     BadCheckpoint for a manifest that cannot be used, and bytes that have not their digest.
     """
 
-    def __init__(self, address: Address, scratch: Path) -> None:
+    def __init__(self, address: ArtifactAddress, scratch: Path) -> None:
         self.address = address
         self._registry = Registry(address)
         found = self._registry.manifest(address.reference)
@@ -174,7 +182,7 @@ class RegistryRepository:
                     self._blobs[file.path] = place
                     yield file
 
-    def _files_of(self, layer: Layer) -> Iterator[tuple[RemoteFile, str | _Member]]:
+    def _files_of(self, layer: ArtifactLayer) -> Iterator[tuple[RemoteFile, str | _Member]]:
         if layer.path is None:
             yield from self._unpacked.files(layer)
             return
@@ -220,7 +228,7 @@ class RegistryRepository:
             hint="run the command again; if it stays, what answers is no faithful registry",
         )
 
-    def _chosen(self, found: Found) -> Artifact:
+    def _chosen(self, found: FoundManifest) -> Artifact:
         """Return the artifact of a manifest, or the only one of an index."""
         for _ in range(_DEEPEST):
             if not is_index(found):

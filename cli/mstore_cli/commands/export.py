@@ -30,8 +30,8 @@ def export(
         str,
         Argument(
             metavar="ADDRESS",
-            help="A model of the Hugging Face Hub: hf://ORG/NAME[@BRANCH][/DIRECTORY]; or a tag of a "
-            "repository in an OCI registry: oci://HOST/REPOSITORY[:TAG].",
+            help="A model of the Hugging Face Hub: hf://ORG/NAME[@BRANCH][/DIRECTORY]; or a tag in "
+            "an OCI registry: oci://HOST/REPOSITORY[:TAG].",
         ),
     ],
     private: Annotated[

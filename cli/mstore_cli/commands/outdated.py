@@ -43,7 +43,7 @@ def outdated(
         ),
     ] = (),
 ) -> None:
-    """Show which models have newer revisions where they are from.
+    """Show which models have newer revisions.
 
     Asks the Hub what the branch or tag is now that a snapshot was added from. A model that was
     added by its commit stays what it is: pinned. The origins of a REF that was made here are those
