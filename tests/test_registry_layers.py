@@ -19,7 +19,7 @@ from test_hub import shard, sharded
 from test_registry import name, proxy, server, store, stored
 
 from mstore import Store
-from mstore.oci import archives
+from mstore.oci import tars
 from mstore.origins import registry as origins
 from mstore.terms.errors import BadCheckpoint
 
@@ -248,8 +248,8 @@ def test_a_bomb_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A small layer that unpacks to very much is given up before it has filled the disk."""
-    monkeypatch.setattr(archives, "_FREE", 1 << 20)
-    monkeypatch.setattr(archives, "_MOST_TIMES", 10)
+    monkeypatch.setattr(tars, "_FREE", 1 << 20)
+    monkeypatch.setattr(tars, "_MOST_TIMES", 10)
     form = "tar+gzip" if pack is gzip.compress else "tar+zstd"
     bomb = pack(tar({"x.bin": bytes(8 << 20)}))
     server.put_artifact(f"{name}:v1", [(f"{CNCF}weight.v1.{form}", bomb, {})])
@@ -260,7 +260,7 @@ def test_a_bomb_is_refused(
 def test_too_many_members_are_refused() -> None:
     """A tar of more members than the limit is given up at the first that is too many."""
     data = tar({f"f{number}": b"" for number in range(20)})
-    found = archives.members(iter([data]), compression="", size=len(data), most_files=10, where="x")
+    found = tars.members(iter([data]), compression="", size=len(data), most_files=10, where="x")
     with pytest.raises(BadCheckpoint, match="more than 10 members"):
         list(found)
 
@@ -289,9 +289,7 @@ def test_members_that_nobody_reads_are_skipped() -> None:
     """A member whose bytes are not asked for is no hindrance for the next."""
     data = tar({"a": bytes(10_000), "b": b"b"})
     found = {}
-    for one in archives.members(
-        _pieces(data), compression="", size=len(data), most_files=9, where="x"
-    ):
+    for one in tars.members(_pieces(data), compression="", size=len(data), most_files=9, where="x"):
         if one.path == "b":
             found[one.path] = b"".join(one.pieces())
     assert found == {"b": b"b"}

@@ -21,7 +21,6 @@ from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import read_part
 from mstore.oci.address import ArtifactAddress, is_address
-from mstore.oci.archives import members
 from mstore.oci.artifacts import (
     Artifact,
     ArtifactLayer,
@@ -32,6 +31,7 @@ from mstore.oci.artifacts import (
     several,
 )
 from mstore.oci.client import INDEXES, MANIFESTS, FoundManifest, Registry
+from mstore.oci.tars import members
 from mstore.origins.repository import RemoteFile
 from mstore.terms.errors import BadCheckpoint, NotFound
 
