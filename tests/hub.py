@@ -283,17 +283,6 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             else:
                 self.say(404, b"", {})
 
-        def is_part(self, path: str) -> bool:
-            """Whether a range is asked for that ends before the file does."""
-            wanted = re.fullmatch(r"bytes=\d+-(\d+)", self.headers.get("Range", ""))
-            found = re.fullmatch(r"(?:/lfs)?/([^/]+/[^/]+)/(?:resolve/)?([^/]+)/(.+)", path)
-            if wanted is None or found is None or found[1] not in hub.models:
-                return False
-            repository = hub.models[found[1]]
-            files = repository.commits.get(repository.resolve(found[2]) or "", {})
-            data = hub.served.get(found[3], files.get(found[3], b""))
-            return int(wanted[1]) < len(data) - 1
-
         # -- what comes --------------------------------------------------------------------------
 
         def take(self, path: str, query: Mapping[str, list[str]]) -> None:
@@ -473,6 +462,17 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.say(status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
         # -- what goes ---------------------------------------------------------------------------
+
+        def is_part(self, path: str) -> bool:
+            """Whether a range is asked for that ends before the file does."""
+            wanted = re.fullmatch(r"bytes=\d+-(\d+)", self.headers.get("Range", ""))
+            found = re.fullmatch(r"(?:/lfs)?/([^/]+/[^/]+)/(?:resolve/)?([^/]+)/(.+)", path)
+            if wanted is None or found is None or found[1] not in hub.models:
+                return False
+            repository = hub.models[found[1]]
+            files = repository.commits.get(repository.resolve(found[2]) or "", {})
+            data = hub.served.get(found[3], files.get(found[3], b""))
+            return int(wanted[1]) < len(data) - 1
 
         def allowed(self, id: str, *, content: bool) -> Repository | None:
             repository = hub.models.get(id)

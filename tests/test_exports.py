@@ -5,7 +5,6 @@ The Hub is `tests/hub.py`; huggingface_hub and hf-xet are the real ones.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Program
-from hub import Hub, directory_files
+from hub import Hub, directory_files, environment
 from huggingface_hub import constants, snapshot_download
 from small_models import files_of, small_model
 from test_hub import PIPELINE, SORTS, hub, shard, sharded, store
@@ -360,11 +359,11 @@ def test_a_token_that_is_no_good(
 
 def start(store: Store, hub: Hub, tmp_path: Path, **more: str) -> subprocess.Popen[bytes]:
     """Export in a process of its own."""
-    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_good"}
+    own = {**environment(hub.url, tmp_path / "hf"), "HF_TOKEN": "hf_good", **more}
     words = [sys.executable, "-m", "mstore_cli", "--store", str(store.path)]
     return subprocess.Popen(
         [*words, "export", "x", "hf://org/copy"],
-        env={**os.environ, **own, **more},
+        env=own,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

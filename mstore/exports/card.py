@@ -184,16 +184,16 @@ class _Card:
         return next((library for file, library in _LIBRARIES if file in self._view.files), None)
 
     def _licence(self) -> Iterator[tuple[str, object]]:
-        """Yield the licence that all sources state alike."""
+        """Yield the licence that all parents state alike."""
         stated = {self._licence_of(one) for one in self._parents}
         if len(stated) == 1:
             yield from zip(_LICENCE[: len(first := stated.pop())], first, strict=True)
 
-    def _licence_of(self, source: _ParentModel) -> tuple[str, ...]:
-        """Return the values of `_LICENCE` in the card of a source, as far as they are there."""
+    def _licence_of(self, parent: _ParentModel) -> tuple[str, ...]:
+        """Return the values of `_LICENCE` in the card of a parent, as far as they are there."""
         lines: list[str] = []
         with suppress(NotFound, Corrupt):
-            lines = front_matter(start_of(self._catalog, source.record.manifest_id(), CARD))
+            lines = front_matter(start_of(self._catalog, parent.record.manifest_id(), CARD))
         found: list[str] = []
         for key in _LICENCE:
             one = values(lines, key)

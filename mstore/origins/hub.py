@@ -318,18 +318,18 @@ def asked(address: Address, ask: Callable[[], T]) -> T:
     Raises errors of huggingface_hub as ours: NotFound, Unavailable, StorageFailed.
     """
     for number in range(_TRIES):
-        with told(address):
+        with _told(address):
             try:
                 return ask()
             except Exception as error:
-                wait = wait_for(error, number)
+                wait = _wait(error, number)
                 if wait is None or number == _TRIES - 1:
                     raise
         time.sleep(wait)
     raise AssertionError("the last try returns or raises")
 
 
-def wait_for(error: Exception, number: int) -> float | None:
+def _wait(error: Exception, number: int) -> float | None:
     """Return how many seconds to wait before the next try; None if no try would help."""
     import httpx2
 
@@ -338,8 +338,8 @@ def wait_for(error: Exception, number: int) -> float | None:
     response = answer_of(error)
     if response is None or response.status_code not in _BUSY:
         return None
-    after = str(response.headers.get("Retry-After", ""))
-    wait = float(after) if after.isdigit() else float(2**number) / 4
+    told = str(response.headers.get("Retry-After", ""))
+    wait = float(told) if told.isdigit() else float(2**number) / 4
     return wait if wait <= _LONGEST_WAIT else None
 
 
@@ -357,7 +357,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 @contextmanager
-def told(address: Address) -> Iterator[None]:
+def _told(address: Address) -> Iterator[None]:
     """Raise errors of huggingface_hub as ours."""
     import httpx2
     from huggingface_hub import errors
@@ -420,8 +420,8 @@ def _error(error: Exception, address: Address) -> MstoreError:
                     where=where,
                     hint=login,
                 )
-            after = response.headers.get("Retry-After")
-            later = f", and asks to wait {after} s" if after else ""
+            told = response.headers.get("Retry-After")
+            later = f", and asks to wait {told} s" if told else ""
             again = "run the command again later: it goes on with what arrived"
             return Unavailable(f"the Hub answers {status}{later}", where=where, hint=again)
     if isinstance(error, OSError) and error.errno is not None and found is None:
