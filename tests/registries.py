@@ -274,6 +274,9 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
             if fault == "half":
                 self.record(status, len(body))
                 self.send_response(status)
+                for name in ("Location", "Range", "Docker-Content-Digest", "Content-Type"):
+                    if name in headers:
+                        self.send_header(name, headers[name])
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data[: len(data) // 2])

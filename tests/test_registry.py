@@ -416,7 +416,7 @@ def test_hostile_manifests_are_refused(
     assert set(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("size", [1, 3, 1 << 40])
+@pytest.mark.parametrize("size", [-1, 1, 3, 1 << 30, 1 << 41])
 def test_sizes_that_lie_are_refused(
     size: int, proxy: Proxy, server: Registry, store: Store, name: str
 ) -> None:

@@ -56,7 +56,8 @@ _WEIGHTS: Final = {"safetensors": ".safetensors", "gguf.v3": ".gguf"}
 COMPRESSIONS: Final = ("", "gzip", "zstd")
 _DATA: Final = "dataset"
 _MOST_CONTAINERS: Final = 300_000
-_MOST_BYTES: Final = 1 << 50
+_MOST_BYTES: Final = 1 << 40
+"""Of a blob.  A registry takes a hundredth of that, and what reads a file lists its blocks."""
 
 
 class Descriptor(msgspec.Struct, frozen=True):
@@ -151,7 +152,8 @@ def _descriptor(told: object, where: str) -> Descriptor:
                 own = artifact_type if isinstance(artifact_type, str) else ""
                 return Descriptor(kind, digest, size, texts, own)
     raise BadCheckpoint(
-        "the manifest names a blob without media type, SHA-256 digest or size", where=where
+        "the manifest names a blob without media type, SHA-256 digest or a size up to 1 TiB",
+        where=where,
     )
 
 

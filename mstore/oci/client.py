@@ -265,6 +265,8 @@ class Registry:
             ) as answer:
                 if answer.status_code == 201:
                     return None
+                if answer.status_code in _BUSY:
+                    self._require(answer, 201)
                 # 202: the registry began an upload.  Anything else: it cannot.
                 return str(answer.headers.get("Location", ""))
 
@@ -321,7 +323,10 @@ class Registry:
         def ask() -> str:
             with self._answer("POST", "blobs/uploads/", push=True) as answer:
                 self._require(answer, 202)
-            return str(answer.headers.get("Location", ""))
+            place = str(answer.headers.get("Location", ""))
+            if not place:
+                raise Unavailable("the registry does not say where to upload", where=self.shown)
+            return place
 
         return self._asked(ask)
 
@@ -404,14 +409,15 @@ class Registry:
         )
         with self._lock:
             token = self._tokens.get(scopes) if is_own else None
-        for is_last in (False, True):
+        # A token may end while it is on its way, so a second new one is asked for.
+        for left in (2, 1, 0):
             own = dict(headers or {})
             if token:
                 own["Authorization"] = token
             if content is not None or method in ("POST", "PUT", "PATCH"):
                 own["Content-Length"] = str(len(content or b""))
             with self._http.stream(method, url, headers=own, content=content) as answer:
-                if answer.status_code != 401 or is_last or not is_own:
+                if answer.status_code != 401 or not left or not is_own:
                     yield answer
                     return
                 challenge = str(answer.headers.get("WWW-Authenticate", ""))
