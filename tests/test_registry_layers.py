@@ -184,10 +184,13 @@ def member(path: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> bytes:
 
 
 def long_header() -> bytes:
-    """A tar whose first member is a header of a gigabyte, as it says."""
-    made = tarfile.TarInfo("x")
-    made.type, made.size = tarfile.XHDTYPE, 1 << 30
-    return made.tobuf() + bytes(1 << 16)
+    """A sound tar, but for a header of 8 MiB before its member."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        made = tarfile.TarInfo("x.json")
+        made.pax_headers = {"comment": "a" * (8 << 20)}
+        archive.addfile(made, io.BytesIO(b""))
+    return out.getvalue()
 
 
 def sparse() -> bytes:
