@@ -61,6 +61,7 @@ def test_a_broken_connection_is_no_end(
     assert server.files(f"{name}:v1") == LARGE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_many_faults_are_no_end(
     seed: int, quick: list[float], proxy: Proxy, server: Registry, store: Store, name: str
@@ -101,6 +102,7 @@ def test_a_broken_chunk_does_not_send_the_blob_again(
     assert server.files(f"{name}:v1") == LARGE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 def test_a_busy_registry_is_asked_again(
     status: int, quick: list[float], proxy: Proxy, store: Store, name: str
@@ -137,6 +139,7 @@ def test_a_registry_that_stays_broken_ends_the_export(
     assert server.ask("GET", f"/v2/{name}/manifests/v1")[0] == 404
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_random_and_resumed(
     seed: int, proxy: Proxy, server: Registry, store: Store, name: str

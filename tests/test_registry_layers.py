@@ -220,6 +220,7 @@ HOSTILE: Mapping[str, tuple[str, bytes]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sort", HOSTILE)
 def test_hostile_tars_are_refused(
     sort: str, proxy: Proxy, server: Registry, store: Store, name: str, tmp_path: Path
