@@ -97,7 +97,7 @@ def moto(directory: Path, *, least_part: int = 5 << 20) -> Iterator[Server]:
     command = [sys.executable, str(program), "-H", "127.0.0.1", "-p", "0"]
     ready = r"Running on (http://127\.0\.0\.1:\d+)"
     parts = {"S3_UPLOAD_PART_MIN_SIZE": str(least_part)}
-    with _started(command, directory, ready, parts) as (endpoint, log):
+    with started(command, directory, ready, parts) as (endpoint, log):
         _ask("PUT", f"{endpoint}/{BUCKET}")
         given = s3_environment(endpoint)
         yield Server(
@@ -114,7 +114,7 @@ def s3rver(directory: Path) -> Iterator[Server]:
     """S3 that ignores every condition of a write. It knows one key, and checks its name only."""
     command = [*_node("s3rver/bin/s3rver.js"), "-d", str(directory), "-a", "127.0.0.1", "-p", "0"]
     command += ["--configure-bucket", BUCKET]
-    with _started(command, directory, r"listening on (127\.0\.0\.1:\d+)") as (address, _):
+    with started(command, directory, r"listening on (127\.0\.0\.1:\d+)") as (address, _):
         given = s3_environment(f"http://{address}", "S3RVER", "S3RVER")
         yield Server(
             f"s3://{BUCKET}",
@@ -134,7 +134,7 @@ def azurite(directory: Path) -> Iterator[Server]:
     command += ["--disableTelemetry"]
     given = {"AZURITE_ACCOUNTS": f"{account}:{key}"}
     ready = r"successfully listens? on (http://127\.0\.0\.1:\d+)"
-    with _started(command, directory, ready, given) as (found, log):
+    with started(command, directory, ready, given) as (found, log):
         endpoint = f"{found}/{account}"
         _make_container(endpoint, account, key)
         environment = {
@@ -191,7 +191,7 @@ def _node(program: str) -> list[str]:
 
 
 @contextmanager
-def _started(
+def started(
     command: Sequence[str],
     directory: Path,
     ready: str,

@@ -104,9 +104,10 @@ class Adding(OpenStore):
         """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
 
         path: the directory, the file, a model of a Hugging Face cache
-        (`mstore.checkpoint.tree.cached_model` finds it by its id), or the address of one on the
-        Hub, `hf://ORG/NAME[@REVISION][/DIRECTORY]`. Files of the Hub are stored as they arrive; a
-        call that was interrupted goes on with the next file.
+        (`mstore.checkpoint.tree.cached_model` finds it by its id), or an address: of a model on the
+        Hub, `hf://ORG/NAME[@REVISION][/DIRECTORY]`, or of an artifact in a registry,
+        `oci://HOST/REPOSITORY[:TAG|@DIGEST]`. Their files are stored as they arrive; a call that
+        was interrupted goes on with the next file.
         candidate: a word for this run.  Then it is published as the run's candidate for the branch,
         `candidates/RUN/NAME`, and the branch stays, as for `merge`.
         base: the revision that the checkpoint was tuned from.  The call also stores statistics of
@@ -136,12 +137,12 @@ class Adding(OpenStore):
         An add that loses its ref to a writer that has since exited runs again.
 
         Raises BadCheckpoint, BadName, BadRequest (kind), Conflict, Incompatible, NotFound,
-        StorageFailed, and Unavailable (conversion without torch, the Hub does not answer); then the
-        branch stays.
+        StorageFailed, and Unavailable (conversion without torch, a place that does not answer);
+        then the branch stays.
         """
         began = time.monotonic()
         from mstore.checkpoint.exclusion import Exclusion
-        from mstore.origins.hub import is_address
+        from mstore.origins.places import is_address
         from mstore.snapshots.add import add
         from mstore.store.objects.shapes import require_patterns
         from mstore.store.transaction import branch_to_move
@@ -160,8 +161,8 @@ class Adding(OpenStore):
         if not is_address(str(path)) or os.path.lexists(path):
             place = self._scanned(local_path(path), convert, limits, exclusion)
         else:
-            _refuse_on_hub(str(path), kind, convert)
-            place = self._on_hub(str(path), limits, exclusion, progress)
+            _refuse_elsewhere(str(path), kind, convert)
+            place = self._elsewhere(str(path), limits, exclusion, progress)
         with place as (checkpoint, remarks):
             chosen = replace(
                 self._base(checkpoint, base, detect=detect_base),
@@ -248,23 +249,22 @@ class Adding(OpenStore):
             lease.release()
 
     @contextmanager
-    def _on_hub(
+    def _elsewhere(
         self,
         address: str,
         limits: CheckpointLimits | None,
         exclusion: Exclusion,
         progress: ProgressCallback | None,
     ) -> Iterator[tuple[Checkpoint, tuple[str, ...]]]:
-        """Yield a checkpoint on the Hub.  What it needs on disk lies in tmp/, under a lease."""
+        """Yield a checkpoint at a place.  What it needs on disk lies in tmp/, under a lease."""
         from mstore.checkpoint.directory import DEFAULT_LIMITS
         from mstore.origins.files import scanned
-        from mstore.origins.hub import Address, HubRepository
+        from mstore.origins.places import opened
 
-        repository = HubRepository(Address.parse(address))
         lease = Lease(self._catalog.layout, self._catalog.index, f"download {address}")
         try:
             found = scanned(
-                repository,
+                opened(address, lease.directory),
                 self._catalog,
                 lease.directory,
                 limits=limits or DEFAULT_LIMITS,
@@ -277,16 +277,18 @@ class Adding(OpenStore):
             lease.release()
 
     def missing_base(self, address: str) -> str | None:
-        """Return the address of the base that the card of a model of the Hub names.
+        """Return the address of the base that the card of a checkpoint elsewhere names.
 
         None if it names none, or one from which the store has a snapshot.
 
         Raises BadRequest (no address, a card that names several), NotFound, Unavailable.
         """
         from mstore.origins.files import has_model
-        from mstore.origins.hub import Address, HubRepository
+        from mstore.origins.hub import Address
+        from mstore.origins.places import opened
 
-        bases = HubRepository(Address.parse(address)).bases
+        # Nothing of it is read, so nothing comes to lie there.
+        bases = opened(address, self._catalog.layout.tmp).bases
         if len(bases) > 1:
             raise BadRequest(
                 f"its card names several bases: {few(bases)}",
@@ -533,21 +535,21 @@ class Adding(OpenStore):
             )
 
 
-def _refuse_on_hub(address: str, kind: str, convert: ConversionLimits | None) -> None:
+def _refuse_elsewhere(address: str, kind: str, convert: ConversionLimits | None) -> None:
     """Refuse what needs all files at once.  Raises BadRequest."""
     if kind == "full" and convert is None:
         return
-    from mstore.origins.hub import Address
+    from mstore.origins.places import by_hand
 
-    model = Address.parse(address).model
+    download, downloaded = by_hand(address)
     option = Option("convert") if convert is not None else Option("kind", kind)
     raise BadRequest(
         phrase("{option} needs all files on this machine", option=option),
         where=address,
         hint=phrase(
-            "hf download {model}, then {add}",
-            model=model,
-            add=call("add", model, name="REF", **{option.name: option.value or True}),
+            "{download}, then {add}",
+            download=download,
+            add=call("add", downloaded, name="REF", **{option.name: option.value or True}),
         ),
     )
 

@@ -36,12 +36,12 @@ class Exporting(OpenStore):
         """Send the files of a snapshot to a place where others find models.
 
         The place has exactly these files afterwards, all in one step.  Files that it has are not
-        sent again, and nothing is written on this machine's disk.  If the call is interrupted, the
-        same call goes on.
+        sent again, and no copy of them lies on this machine's disk.  If the call is interrupted,
+        the same call goes on.
 
         revision: a snapshot, or REF:MODEL.
         address: `hf://ORG/NAME[@BRANCH][/DIRECTORY]`, a model of the Hugging Face Hub, which is
-        made if it is missing.
+        made if it is missing; or `oci://HOST/REPOSITORY[:TAG]`, a tag in an OCI registry.
         private: make it a private one. branch: the branch to write, which is made if it is missing;
         None: as the address says, else the main one. pull_request: propose the change as a pull
         request, and leave the branch.
@@ -69,6 +69,8 @@ class Exporting(OpenStore):
                 return export.export(
                     view,
                     place,
+                    catalog=self._catalog,
+                    memo=self._memo,
                     made=card_of(self._catalog, view, asked) if card else {},
                     message=message or f"Export of mstore snapshot {view.id.short}",
                     dry_run=dry_run,

@@ -48,6 +48,7 @@ from mstore.checkpoint.models import (
     single_of,
     split_name,
 )
+from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.paths import (
     INDEX_SUFFIX,
     SAFETENSORS_SUFFIX,
@@ -59,7 +60,6 @@ from mstore.checkpoint.paths import (
 from mstore.checkpoint.reading import OpenSource, Stamp, StampedFile, read_part, storage_error
 from mstore.checkpoint.strict_json import parse_object
 from mstore.checkpoint.tree import (
-    HubOrigin,
     Tree,
     TreeFile,
     each_alone,
@@ -161,7 +161,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     shown: Path
     files: tuple[SourceFile, ...]
     models: tuple[Model, ...]
-    origin: HubOrigin | None = None
+    origin: Origin | None = None
     excluded: tuple[Excluded, ...] = ()
     remarks: tuple[str, ...] = ()
 

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -50,6 +50,7 @@ from mstore.checkpoint.exclusion import (
     is_pickled_top,
     spares,
 )
+from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, quoted
 from mstore.checkpoint.reading import (
     Stamp,
@@ -551,34 +552,30 @@ def cached_model(id: str, cache: Path) -> Path:
     return hub_snapshot(model, revision or "main")
 
 
-class HubOrigin(NamedTuple):
-    """A snapshot of the Hub, or a directory of one.
+def hub_origin(
+    model: str,
+    revision: str,
+    commit: str,
+    directory: str = "",
+    endpoint: str = "https://huggingface.co",
+) -> Origin:
+    """Return the origin of a model of the Hub, or of a directory of one.
 
     model: ORG/NAME. revision: a branch or tag that is this commit, empty for none. directory: in
     the repository, empty for all of it. endpoint: of the Hub.
     """
-
-    model: str
-    revision: str
-    commit: str
-    directory: str = ""
-    endpoint: str = "https://huggingface.co"
-
-    @property
-    def url(self) -> str:
-        """The address of its page."""
-        below = f"/tree/{self.revision or self.commit}/{self.directory}" if self.directory else ""
-        return f"{self.endpoint}/{self.model}{below}"
+    below = f"/tree/{revision or commit}/{directory}" if directory else ""
+    return Origin(f"{endpoint}/{model}{below}", revision, commit)
 
 
-def origin_of(path: Path) -> HubOrigin | None:
+def origin_of(path: Path) -> Origin | None:
     """Return where a path is from if it is a snapshot of a Hub cache, or in one; else None."""
     for snapshot in (path, *path.parents):
         model = snapshot.parent.parent
         found = _FOLDER.fullmatch(model.name)
         if found and snapshot.parent.name == "snapshots" and _COMMIT.fullmatch(snapshot.name):
             revision = _revision_of(model / "refs", snapshot.name)
-            return HubOrigin(found[1].replace("--", "/", 1), revision, snapshot.name)
+            return hub_origin(found[1].replace("--", "/", 1), revision, snapshot.name)
     return None
 
 

@@ -22,6 +22,7 @@ import msgspec
 import yaml
 
 from mstore.checkpoint.declared import CARD, MERGEKIT, front_matter, values
+from mstore.checkpoint.origin import Origin
 from mstore.merge.running.model_card import TO_PUBLISH
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.config import named_base
@@ -31,7 +32,7 @@ from mstore.snapshots.lineage import plan_of
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input
 from mstore.store.objects import snapshot as records
-from mstore.store.objects.snapshot import Origin, SnapshotRecord
+from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.view import SnapshotView
 from mstore.terms.errors import Corrupt, NotFound
 

@@ -14,6 +14,8 @@ from typing import Final, Protocol
 import msgspec
 
 from mstore.checkpoint.declared import CARD
+from mstore.store.catalog import Catalog
+from mstore.store.memo import Memo
 from mstore.store.view import SnapshotView
 from mstore.terms.ids import Buffer, SnapshotId
 
@@ -26,6 +28,8 @@ class OutgoingFile(Protocol):
 
     path: str
     size: int
+    content_id: bytes | None
+    """What the store names its content by; None for a file that is made for the export."""
 
     def stream(self) -> Iterator[Buffer]:
         """Yield its bytes in order.  Raises Corrupt, Conflict (collected meanwhile)."""
@@ -71,13 +75,24 @@ class _Digests:
 
 
 class ViewFile(_Digests):
-    """A file of a snapshot."""
+    """A file of a snapshot.  memo: has the digests of files that were sent before."""
 
-    def __init__(self, view: SnapshotView, path: str) -> None:
+    def __init__(self, view: SnapshotView, path: str, memo: Memo) -> None:
         super().__init__()
         self._view = view
+        self._memo = memo
         self.path = path
         self.size = view.files[path]
+        self.content_id: bytes | None = view.content_id(path)
+
+    def sha256(self) -> str:
+        content = self._view.content_id(self.path)
+        remembered = self._memo.digest(content)
+        if remembered is None:
+            self._memo.put_digest(content, bytes.fromhex(super().sha256()))
+        else:
+            self.known_sha256 = remembered.hex()
+        return super().sha256()
 
     def stream(self) -> Iterator[Buffer]:
         return self._view.stream(self.path)
@@ -93,6 +108,7 @@ class TextFile(_Digests):
         super().__init__()
         self._data = data
         self.path = path
+        self.content_id: bytes | None = None
         self.size = len(data)
 
     def stream(self) -> Iterator[Buffer]:
@@ -140,11 +156,17 @@ def opened(file: OutgoingFile, tick: Callable[[int], None]) -> io.BufferedReader
 
 
 class Export(msgspec.Struct, frozen=True):
-    """What is exported: a snapshot, its files with the card, a message for the place's history."""
+    """What is exported: a snapshot, its files with the card, a message for the place's history.
+
+    catalog, memo: of the store, where a place needs to know more of the snapshot, or of earlier
+    exports.
+    """
 
     snapshot: SnapshotId
     files: tuple[OutgoingFile, ...]
     message: str
+    catalog: Catalog
+    memo: Memo
 
     @property
     def card(self) -> str:

@@ -16,12 +16,18 @@ from mstore.exports.destination import (
     Wishes,
 )
 from mstore.exports.hub import HubDestination
+from mstore.exports.registry import RegistryDestination
+from mstore.store.catalog import Catalog
+from mstore.store.memo import Memo
 from mstore.store.view import SnapshotView
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import SnapshotId
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
-_KINDS: Final[Mapping[str, Callable[[str, Wishes], ExportDestination]]] = {"hf": HubDestination}
+_KINDS: Final[Mapping[str, Callable[[str, Wishes], ExportDestination]]] = {
+    "hf": HubDestination,
+    "oci": RegistryDestination,
+}
 """By the scheme of an address, which kind of place it names."""
 
 
@@ -76,7 +82,8 @@ def destination(address: str, wishes: Wishes) -> ExportDestination:
         raise BadRequest(
             "is no address of a place to export to",
             where=address,
-            hint="hf://ORG/NAME is a model of the Hugging Face Hub",
+            hint="hf://ORG/NAME names a model of the Hugging Face Hub, "
+            "oci://HOST/REPOSITORY:TAG an artifact in a registry",
         )
     return kind(address, wishes)
 
@@ -85,6 +92,8 @@ def export(
     view: SnapshotView,
     place: ExportDestination,
     *,
+    catalog: Catalog,
+    memo: Memo,
     made: Mapping[str, bytes],
     message: str,
     dry_run: bool,
@@ -97,14 +106,19 @@ def export(
     Raises as `ExportDestination`, and Corrupt.
     """
     began = time.monotonic()
-    own = [ViewFile(view, path) for path in view.files if path not in made]
+    own = [ViewFile(view, path, memo) for path in view.files if path not in made]
     files: list[OutgoingFile] = [*own, *(TextFile(path, data) for path, data in made.items())]
-    outgoing = Export(view.id, tuple(sorted(files, key=lambda one: one.path)), message)
-    changes = place.compare(outgoing)
-    to_send = sum(file.size for file in changes.to_send)
+    ordered = tuple(sorted(files, key=lambda one: one.path))
+    outgoing = Export(view.id, ordered, message, catalog, memo)
     sent = None
-    if not dry_run:
-        sent = place.send(outgoing, changes, ProgressCounter("export", to_send, progress))
+    try:
+        changes = place.compare(outgoing)
+        to_send = sum(file.size for file in changes.to_send)
+        if not dry_run:
+            sent = place.send(outgoing, changes, ProgressCounter("export", to_send, progress))
+    finally:
+        # Digests that were computed count, whatever became of the export.
+        memo.flush()
     return ExportReport(
         snapshot=view.id,
         address=place.shown,

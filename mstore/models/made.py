@@ -25,6 +25,7 @@ import msgspec
 
 from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter, values
 from mstore.checkpoint.dtypes import nbytes
+from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.strict_json import (
     LENGTH_BYTES,
     METADATA_KEY,
@@ -37,7 +38,7 @@ from mstore.store.catalog import Catalog, now_ns
 from mstore.store.models import models_in
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.objects.plan import Coverage, Plan
-from mstore.store.objects.snapshot import PREVIOUS, Origin, Parent, SnapshotRecord
+from mstore.store.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.store.objects.tensor import block_count
 from mstore.store.transaction import RefMove, Transaction, tip_of
 from mstore.terms import TOOL

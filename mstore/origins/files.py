@@ -34,6 +34,7 @@ from mstore.checkpoint.directory import (
 )
 from mstore.checkpoint.exclusion import IGNORE_FILE, Exclusion
 from mstore.checkpoint.models import is_index
+from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.paths import (
     SAFETENSORS_SUFFIX,
     check_case_twins,
@@ -41,12 +42,11 @@ from mstore.checkpoint.paths import (
     quoted,
 )
 from mstore.checkpoint.reading import OpenSource, changed
-from mstore.checkpoint.tree import HubOrigin, walk
+from mstore.checkpoint.tree import walk
 from mstore.origins.arriving import ArrivingFile
 from mstore.origins.repository import RemoteFile, Repository
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import File
-from mstore.store.objects.snapshot import Origin
 from mstore.store.refs import CANDIDATE
 from mstore.store.view import SnapshotView
 from mstore.terms.errors import BadCheckpoint, Corrupt, MstoreError, NotFound
@@ -132,7 +132,7 @@ class StoredFile(SourceFile, frozen=True, kw_only=True):
 
 
 class Scanned(msgspec.Struct, frozen=True):
-    """A checkpoint on the Hub, and the snapshots that its stored files are read from."""
+    """A checkpoint of a repository, and the snapshots that its stored files are read from."""
 
     checkpoint: Checkpoint
     relied: frozenset[SnapshotId]
@@ -151,12 +151,13 @@ def scanned(
 
     scratch: an empty directory on the store's disk, which must stay until the checkpoint was read.
 
-    Raises BadCheckpoint as `scan`, and for names from the Hub that are no portable paths, NotFound,
+    Raises BadCheckpoint as `scan`, and for names that are no portable paths, NotFound,
     Unavailable, StorageFailed.
     """
     shown = Path(repository.shown)
     listed = {file.path: file for file in _checked(repository.files(), shown, limits)}
     holes = scratch / "files"
+    fs.make_directories(holes)
     for one in listed.values():
         fs.make_directories((holes / one.path).parent)
         fs.make_hole(holes / one.path, one.size)
@@ -166,7 +167,7 @@ def scanned(
     tree = walk(holes, max_files=limits.max_files, exclusion=exclusion, shown=shown)
     wanted = [listed[found.path] for found in tree.files]
     cached = {one.path: at for one in wanted if (at := repository.cached(one)) is not None}
-    with ThreadPoolExecutor(_AT_ONCE, "hub") as pool:
+    with ThreadPoolExecutor(_AT_ONCE, "headers") as pool:
         asked = [
             pool.submit(_fill, repository, one, holes, limits)
             for one in wanted
@@ -231,7 +232,7 @@ def _checked(
     check_case_twins((file.path for file in checked), str(shown))
     paths = {file.path for file in checked}
     if len(paths) < len(checked):
-        raise BadCheckpoint("the Hub lists a file twice", where=str(shown))
+        raise BadCheckpoint("the same file is listed twice", where=str(shown))
     above = {str(one) for path in paths for one in PurePosixPath(path).parents}
     if both := sorted(paths & above):
         raise BadCheckpoint(f"{quoted(both[0])} is a file and a directory", where=str(shown))
@@ -263,7 +264,7 @@ def _fill(
 
 
 def _stored(
-    catalog: Catalog, origin: HubOrigin, wanted: Iterable[RemoteFile]
+    catalog: Catalog, origin: Origin, wanted: Iterable[RemoteFile]
 ) -> Mapping[str, SnapshotView]:
     """Return the files that the store has, each with a snapshot that has it."""
     snapshots = _of_repository(catalog, origin)
@@ -293,7 +294,7 @@ def _is_weights(file: RemoteFile) -> bool:
     return file.path.endswith(SAFETENSORS_SUFFIX)
 
 
-def _of_repository(catalog: Catalog, origin: HubOrigin) -> list[SnapshotId]:
+def _of_repository(catalog: Catalog, origin: Origin) -> list[SnapshotId]:
     """Return snapshots that refs name and that are from this repository, of its commit first."""
     found: dict[SnapshotId, Origin] = {}
     for ref in catalog.refs().values():

@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.paths import quoted
 from mstore.checkpoint.reading import storage_error
-from mstore.checkpoint.tree import HUB_PREFIX, HubOrigin
+from mstore.checkpoint.tree import HUB_PREFIX, hub_origin
 from mstore.origins.repository import RemoteFile
 from mstore.terms.errors import BadCheckpoint, BadRequest, MstoreError, NotFound, Unavailable
 from mstore.terms.phrases import Phrase, call, joined, phrase
@@ -86,6 +87,22 @@ class Address(msgspec.Struct, frozen=True):
         return (self.directory or self.model).rpartition("/")[2]
 
 
+def recorded(origin: Origin) -> Address | None:
+    """Return the address that a snapshot of this origin was added from; None: from no Hub."""
+    if not origin.model:
+        return None
+    revision = origin.revision or origin.commit
+    _, _, directory = origin.url.partition(f"/{origin.model}/tree/{revision}/")
+    return Address(origin.model, revision, directory)
+
+
+def now(origin: Origin, address: Address) -> str:
+    """Return the commit that an address is now.  Raises as `HubRepository`."""
+    if not is_page(origin.url):
+        raise Unavailable("it is of another Hub than HF_ENDPOINT names", where=str(address))
+    return HubRepository(address).commit
+
+
 def library() -> Any:
     """Return huggingface_hub.  Raises Unavailable."""
     try:
@@ -121,12 +138,11 @@ class HubRepository:
         self.commit = str(info.sha)
         self.is_private = bool(info.private)
         stated = getattr(info.card_data, "base_model", None)
-        self.bases: tuple[str, ...] = (
+        self._bases: tuple[str, ...] = (
             (stated,)
             if isinstance(stated, str)
             else tuple(one for one in stated or () if isinstance(one, str))
         )
-        """The models that its card calls its base."""
 
     @property
     def shown(self) -> str:
@@ -134,9 +150,14 @@ class HubRepository:
         return str(self.address)
 
     @property
-    def origin(self) -> HubOrigin:
+    def bases(self) -> tuple[str, ...]:
+        """The models that its card calls its base."""
+        return self._bases
+
+    @property
+    def origin(self) -> Origin:
         """What a snapshot of it records."""
-        return HubOrigin(
+        return hub_origin(
             self.address.model,
             self.address.revision or "main",
             self.commit,

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from mstore.origins.hub import Address, HubRepository, is_page
+from mstore.checkpoint.origin import Origin
+from mstore.origins import places
 from mstore.store.catalog import Catalog
-from mstore.store.objects.snapshot import PREVIOUS, Origin
+from mstore.store.objects.snapshot import PREVIOUS
 from mstore.terms.errors import MstoreError
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import Text
@@ -81,19 +82,10 @@ def _now(origin: Origin) -> tuple[str | None, Text]:
     """Return what an origin's revision is now; or None, and why nobody knows."""
     if _is_pinned(origin):
         return None, ""
-    if not is_page(origin.url):
-        return None, "it is of another Hub than HF_ENDPOINT names"
     try:
-        return HubRepository(_address(origin)).commit, ""
+        return places.now(origin), ""
     except MstoreError as error:
         return None, error.texts[0]
-
-
-def _address(origin: Origin) -> Address:
-    """Return the address that a snapshot with this origin was added from."""
-    revision = origin.revision or origin.commit
-    _, _, directory = origin.url.partition(f"/{origin.model}/tree/{revision}/")
-    return Address(origin.model, revision, directory)
 
 
 def _is_pinned(origin: Origin) -> bool:
@@ -109,5 +101,5 @@ def _state(
         state = UNKNOWN
     else:
         state = UP_TO_DATE if newest == origin.commit else OUTDATED
-    own = (str(_address(origin)), origin.url, origin.revision, origin.commit)
+    own = (str(places.recorded(origin)), origin.url, origin.revision, origin.commit)
     return OriginState(name, id, *own, newest=newest, state=state, reason=reason)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from mstore.checkpoint.tree import HubOrigin
+from mstore.checkpoint.origin import Origin
 from mstore.terms.errors import BadCheckpoint
 from mstore.terms.ids import Buffer
 
@@ -51,8 +51,12 @@ class Repository(Protocol):
         """Its address, as errors name it."""
 
     @property
-    def origin(self) -> HubOrigin:
+    def origin(self) -> Origin:
         """What a snapshot of it records."""
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """The models of the Hub that its card calls its base, as ORG/NAME."""
 
     def files(self) -> Iterator[RemoteFile]:
         """Yield the files, as the place names them: unchecked, in any order."""

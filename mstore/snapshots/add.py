@@ -20,6 +20,7 @@ from mstore.blocks.codecs import Policy
 from mstore.checkpoint.declared import CONFIG as MODEL_CONFIG
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.models import name_in_model, renamed, split_name
+from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.strict_json import json_object
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG
 from mstore.models.adapters.targets import check_adapter, is_adapter, is_any_adapter
@@ -31,7 +32,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.models import models_in, paired, tensors_of
 from mstore.store.objects.manifest import File, Manifest
 from mstore.store.objects.shapes import chosen, require_same_shapes
-from mstore.store.objects.snapshot import ADD, BASE, Origin, Parent, SnapshotRecord
+from mstore.store.objects.snapshot import ADD, BASE, Parent, SnapshotRecord
 from mstore.store.refs import CANDIDATE, below
 from mstore.store.tied import KEY, Tied, own_head, ties
 from mstore.store.transaction import Transaction, branch_to_move
@@ -196,9 +197,8 @@ def add(
     tensors), StorageFailed. On any error the branch stays.
     """
     began = time.monotonic()
-    known = checkpoint.origin
-    origin = None if known is None else Origin(known.url, known.revision, known.commit)
-    reason = message or ("" if known is None else f"{known.model}@{known.commit}")
+    origin = checkpoint.origin
+    reason = message or ("" if origin is None else str(origin))
     base_manifest, of_base = None, None
     if base.snapshot is not None:
         base_manifest = catalog.manifest_of(base.snapshot)

@@ -1,7 +1,9 @@
-"""The memo table at rest: outputs of earlier merges, for reuse.
+"""The memo table at rest: what was computed once, for reuse.
 
     outputs      memo key     -> what a chunk's output is (`mstore.merge.running.memo_keys`)
     requests     request key  -> the plan that was made for it
+    digests      content id   -> SHA-256 of a file (`SnapshotView.content_id`)
+    repositories place key    -> a repository of a registry that has a blob
 
 Has its own LMDB environment, because all of it can be discarded: a row that is missing, or does not
 match its check (`mstore.blocks.tables`), costs a computation and changes no result.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +39,19 @@ REQUESTS: Final = Table(
     form(id_of(PlanId)),
     "the plan that was made for it",
 )
-TABLES: Final[tuple[Table[Any, Any], ...]] = OUTPUTS, REQUESTS
+DIGESTS: Final = Table(
+    "digests",
+    form(raw("content id", ID_BYTES)),
+    form(raw("SHA-256", ID_BYTES)),
+    "the SHA-256 of a file",
+)
+REPOSITORIES: Final = Table(
+    "repositories",
+    form(raw("place key", ID_BYTES)),
+    form(raw("name of the repository, UTF-8")),
+    "a repository of a registry that has a blob",
+)
+TABLES: Final[tuple[Table[Any, Any], ...]] = OUTPUTS, REQUESTS, DIGESTS, REPOSITORIES
 DATABASES: Final = tuple(table.name for table in TABLES)
 _BATCH = 4096
 _END = struct.Struct("<IIH")
@@ -75,6 +90,23 @@ class Memo(DisposableTables):
         """Remember the plan of a request."""
         self._put(REQUESTS, [(key, REQUESTS.value.encode(plan))])
 
+    def digest(self, content: bytes) -> bytes | None:
+        """Return the SHA-256 of the files with this content id, if it was put."""
+        return self._found(DIGESTS, [content])[0]
+
+    def put_digest(self, content: bytes, digest: bytes) -> None:
+        """Remember the SHA-256 of the files with this content id."""
+        self._put(DIGESTS, [(content, digest)])
+
+    def repository(self, host: str, digest: str) -> str | None:
+        """Return a repository of a registry that had a blob when it was put."""
+        found = self._found(REPOSITORIES, [_place_key(host, digest)])[0]
+        return None if found is None else found.decode(errors="replace")
+
+    def put_repository(self, host: str, digest: str, repository: str) -> None:
+        """Remember a repository that has a blob, in place of another of the same registry."""
+        self._put(REPOSITORIES, [(_place_key(host, digest), repository.encode())])
+
     def tidy(
         self, stored: Callable[[Sequence[bytes]], list[bool]], planned: Callable[[PlanId], bool]
     ) -> None:
@@ -98,6 +130,10 @@ class Memo(DisposableTables):
                 transaction.delete(key, db=env.databases[OUTPUTS.name])
             if stale:
                 transaction.drop(env.databases[REQUESTS.name], delete=False)
+
+
+def _place_key(host: str, digest: str) -> bytes:
+    return sha256(f"{host}\n{digest}".encode()).digest()
 
 
 def forget_requests(path: Path) -> None:

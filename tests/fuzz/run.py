@@ -39,6 +39,7 @@ TARGETS = (
     *("header", "shard_index", "declared", "plan_text", "recipe", "adapter", "tokenizer"),
     *("pack", "codec", "mirror", "format_line", "config", "signers", "private_key"),
     *("remote_root", "remote_list", "remote_table", "remote_statistics", "bundle"),
+    *("registry_manifest", "registry_layer"),
 )
 LONGEST = 2.0
 """Seconds of the processor for one input of at most `mutation.LIMIT` bytes."""

@@ -76,8 +76,9 @@ def add(
         Argument(
             metavar="PATH",
             help="Checkpoint directories, .safetensors files, models of the Hugging Face cache "
-            "(their directories, or ORG/NAME[@REVISION]), or models of the Hugging Face Hub: "
-            "hf://ORG/NAME[@REVISION][/DIRECTORY].",
+            "(their directories, or ORG/NAME[@REVISION]), models of the Hugging Face Hub: "
+            "hf://ORG/NAME[@REVISION][/DIRECTORY], or artifacts in registries: "
+            "oci://HOST/REPOSITORY[:TAG|@DIGEST].",
         ),
     ],
     name: Annotated[
@@ -158,8 +159,9 @@ def add(
     To leave out more, use --exclude or a file .mstoreignore in the directory; the pattern '!NAME'
     keeps a file.
 
-    A model of the Hub is stored file by file as it arrives; run an interrupted command again, and
-    it goes on with the next file. Its base is looked for by the name in its card.
+    A model of the Hub or of a registry is stored file by file as it arrives; run an interrupted
+    command again, and it goes on with the next file. Its base is looked for by the name in its
+    card.
 
     With --kind delta, PATH holds what to add to the tensors of --base: the sum is stored as an
     expert like any other, and a tensor that PATH lacks is the base's.
@@ -254,7 +256,7 @@ def _limits(max_sparse: str) -> CheckpointLimits:
 
 def _with_bases(store: Store, named: list[tuple[Path, str]], prefix: str) -> list[tuple[Path, str]]:
     """Return the checkpoints with the bases that their cards name and the store lacks, first."""
-    from mstore.origins.hub import is_address
+    from mstore.origins.places import is_address
 
     bases: dict[Path, str] = {}
     for path, name in named:
@@ -276,11 +278,12 @@ def _with_bases(store: Store, named: list[tuple[Path, str]], prefix: str) -> lis
 
 
 def _given_name(path: Path) -> str:
-    """Return the usual name of what is added: of a directory, a file, or a model of the Hub."""
+    """Return the usual name of what is added: of a directory, a file, or what an address names."""
     from mstore.checkpoint.tree import given_name
-    from mstore.origins.hub import Address, is_address
+    from mstore.origins import places
 
-    return Address.parse(str(path)).name if is_address(str(path)) else given_name(path)
+    text = str(path)
+    return places.parse(text).name if places.is_address(text) else given_name(path)
 
 
 def _own_base(store: Store, base: str | None, named: list[tuple[Path, str]]) -> str | None:
@@ -473,18 +476,18 @@ def _expanded(text: str) -> Path:
 
 
 def checkpoint(path: Path) -> Path:
-    """Return a path if it exists, an address of the Hub, or the cached model with this id.
+    """Return a path if it exists, an address of a place, or the cached model with this id.
 
     A path is taken before a model of the same id, with a remark.  Raises NotFound, BadCheckpoint,
     BadRequest for an address that is none.
     """
     from mstore.checkpoint.tree import cached_model, is_id
-    from mstore.origins.hub import Address, is_address
+    from mstore.origins import places
     from mstore.terms.errors import MstoreError
 
     id = str(path)
-    if is_address(id) and not os.path.lexists(path):
-        return Path(str(Address.parse(id)))
+    if places.is_address(id) and not os.path.lexists(path):
+        return Path(str(places.parse(id)))
     url = _URL.fullmatch(id)
     if url is not None and not os.path.lexists(path):
         raise _is_url(url["id"], url["revision"])

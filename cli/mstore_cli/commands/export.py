@@ -30,7 +30,8 @@ def export(
         str,
         Argument(
             metavar="ADDRESS",
-            help="A model of the Hugging Face Hub: hf://ORG/NAME[@BRANCH][/DIRECTORY].",
+            help="A model of the Hugging Face Hub: hf://ORG/NAME[@BRANCH][/DIRECTORY]; or a tag in "
+            "an OCI registry: oci://HOST/REPOSITORY[:TAG].",
         ),
     ],
     private: Annotated[
@@ -58,7 +59,7 @@ def export(
 ) -> None:
     """Publish a snapshot where others find models.
 
-    The place has exactly these files afterwards, all in one commit: files that the snapshot lacks
+    The place has exactly these files afterwards, all in one step: files that the snapshot lacks
     are removed there. What the place has is not sent again, and nothing is copied to this machine's
     disk. An interrupted export goes on when it is run again.
 

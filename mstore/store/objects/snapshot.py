@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import ClassVar
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.structs import astuple
 
 from mstore.blocks.packs import Kind
+from mstore.checkpoint.origin import Origin
 from mstore.store.objects.canonical import Count, IdBytes, Record, RecordLimits, too_long, too_many
 from mstore.terms.ids import CoverageId, ManifestId, PlanId, SnapshotId
 
@@ -40,23 +40,6 @@ class Parent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def snapshot_id(self) -> SnapshotId:
         """The parent."""
         return SnapshotId(self.snapshot)
-
-
-class Origin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a checkpoint came from.
-
-    url: of the repository. revision: the branch or tag that was asked for, empty if that is not
-    known. commit: what it was there.
-    """
-
-    url: str
-    revision: str
-    commit: str
-
-    @property
-    def model(self) -> str:
-        """The first two parts of the path, which a Hub calls the model: ORG/NAME."""
-        return "/".join(urlsplit(self.url).path.split("/")[1:3])
 
 
 class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):

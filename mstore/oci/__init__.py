@@ -1,0 +1,1 @@
+"""Registries of OCI artifacts: addresses, credentials, requests, manifests, layers."""
