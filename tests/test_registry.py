@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import blake3
+import lmdb
 import pytest
 from cli_runs import Program
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -206,6 +208,26 @@ def test_the_repository_of_an_origin_gives_what_it_has(
         report = other.export("base", f"oci://{proxy.host}/{name}:v1", card=False)
     assert report.bytes_sent == 0
     assert server.files(f"{name}:v1") == sharded(2)
+
+
+def test_what_is_remembered(proxy: Proxy, store: Store, name: str) -> None:
+    """Rows of digests and repositories are what docs/format.md says."""
+    files = sharded(1)
+    kept(store, files)
+    store.export("x", f"oci://{proxy.host}/{name}:v1", card=False)
+    path = "model-00001-of-00001.safetensors"
+    digest = hashlib.sha256(files[path])
+    parts = store["x"]._view().manifest.file(path).parts
+    content = blake3.blake3(b"".join(part.tensor for part in parts)).digest()
+    place = hashlib.sha256(f"{proxy.host}\nsha256:{digest.hexdigest()}".encode()).digest()
+    memo = str(store.path / "memo")
+    with lmdb.open(memo, readonly=True, lock=False, max_dbs=16) as env, env.begin() as reading:
+        rows = {
+            table: reading.get(key, db=env.open_db(table.encode(), reading, create=False))
+            for table, key in (("digests", content), ("repositories", place))
+        }
+    assert rows["digests"][:-8] == digest.digest()
+    assert rows["repositories"][:-8] == name.encode()
 
 
 def test_a_wrong_memory_costs_a_request(
