@@ -220,6 +220,7 @@ def test_what_is_remembered(proxy: Proxy, store: Store, name: str) -> None:
     parts = store["x"]._view().manifest.file(path).parts
     content = blake3.blake3(b"".join(part.tensor for part in parts)).digest()
     place = hashlib.sha256(f"{proxy.host}\nsha256:{digest.hexdigest()}".encode()).digest()
+    store.close()
     memo = str(store.path / "memo")
     with lmdb.open(memo, readonly=True, lock=False, max_dbs=16) as env, env.begin() as reading:
         rows = {
