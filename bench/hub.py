@@ -10,6 +10,7 @@ once, into a new directory or store.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
@@ -22,13 +23,43 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from measure import RESULTS, Run, keep, machine, run, spread
-from remote import free_port, raw_model, serving
+from ml_dtypes import bfloat16
+from remote import free_port, serving
+from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parent.parent
 MODEL = "org/model"
 GIGABIT = 125e6
 """Bytes a second."""
+
+
+SHARDS = 4
+ROWS = 1024
+
+
+def written(directory: Path, gibibytes: float) -> int:
+    """Write a model of weights as those of a trained one are spread, in bfloat16; its bytes."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    # A tensor is 8 MiB.
+    tensors = max(1, int(gibibytes * 128 / SHARDS))
+    weight_map = {}
+    for shard in range(SHARDS):
+        file = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors"
+        made = {
+            f"layer{shard}.part{part}": (
+                rng.standard_normal((ROWS, 4096), dtype=np.float32) * np.float32(0.02)
+            ).astype(bfloat16)
+            for part in range(tensors)
+        }
+        save_file(made, directory / file)
+        weight_map |= dict.fromkeys(made, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "config.json").write_text('{"model_type": "none"}')
+    return sum(path.stat().st_size for path in directory.iterdir())
 
 
 class _Pace:
@@ -166,8 +197,7 @@ def main() -> None:
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
     model = work / "model"
-    size = raw_model(model, arguments.gib)
-    (model / "config.json").write_text('{"model_type": "none"}')
+    size = written(model, arguments.gib)
     results: dict[str, Any] = {"machine": machine(), "bytes": size, "rounds": arguments.rounds}
     results["shard"] = max(path.stat().st_size for path in model.iterdir())
     results["load_average"] = {"before": os.getloadavg()[0]}

@@ -128,10 +128,10 @@ def snapshot_pretrained(snapshot: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from mstore.api.integrations.transformers import from_pretrained
+    from mstore.api.integrations.pretrained import from_pretrained
 
     store, id = snapshot
-    model = from_pretrained(AutoModelForCausalLM, store, id, dtype=torch.bfloat16)
+    model = from_pretrained(AutoModelForCausalLM, store[id], dtype=torch.bfloat16)
     touch_torch(model.state_dict().values())
 
 

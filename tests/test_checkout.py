@@ -14,7 +14,7 @@ from pathlib import Path
 
 import families
 import pytest
-from checkpoints import every_dtype_checkpoint, write_safetensors
+from checkpoints import every_dtype_checkpoint, write_index, write_safetensors
 from families import BLOCK
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -452,3 +452,22 @@ def test_only_what_matches(store: Store, odd: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no file of the snapshot matches"):
         store.checkout(ref.name, tmp_path / "none", only=["*.json", "absent*"])
     assert not (tmp_path / "none").exists()
+
+
+def test_without_weights(tmp_path: Path) -> None:
+    """What is left are the files that no tensor is in: no shards, no index, no single file."""
+    shard, shape = tmp_path / "m" / "model-00001-of-00001.safetensors", (4,)
+    (tmp_path / "m" / "part").mkdir(parents=True)
+    write_safetensors(shard, [("w", "U8", shape, bytes(4))])
+    write_index(tmp_path / "m" / "model.safetensors.index.json", {"w": shard.name})
+    write_safetensors(tmp_path / "m" / "part" / "model.safetensors", [("v", "U8", shape, bytes(4))])
+    for path in ("config.json", "part/config.json", "tokenizer.model"):
+        (tmp_path / "m" / path).write_text(path)
+    with Store.init(tmp_path / "store") as store:
+        store.add(tmp_path / "m", name="m")
+        report = store.checkout("m", tmp_path / "out", weights=False)
+    found = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(tmp_path / "out")): path.read_text() for path in found} == {
+        path: path for path in ("config.json", "part/config.json", "tokenizer.model")
+    }
+    assert report.files == 3

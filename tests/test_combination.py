@@ -194,6 +194,62 @@ def test_factors_are_the_references(family: Family, method: Any, sign: str) -> N
             assert found[module][side].tobytes() == wanted.tobytes()
 
 
+def by_lorax(
+    factors: Sequence[Array], weights: Sequence[float], method: Any, sign: str, name: str
+) -> npt.NDArray[np.float64]:
+    """One factor of LoRAX's merge of adapters (server/lorax_server/utils/merges at a7394ba3).
+
+    It gives each factor the whole weight, and does not divide what a draw keeps by the density.
+    """
+    parts = []
+    for position, factor in enumerate(factors):
+        one = kept(factor, method.select.value, DENSITY, position, name).astype(np.float64)
+        parts.append(one * DENSITY if method.select.value == "drawn" else one)
+    weighted = [weight * part for weight, part in zip(weights, parts, strict=True)]
+    if not method.elects:
+        return np.sum(weighted, axis=0)
+    votes = np.sum([np.sign(part) if sign == "frequency" else part for part in parts], axis=0)
+    agree = [np.sign(part) == np.where(votes >= 0, 1, -1) for part in parts]
+    total = np.sum([one * part for one, part in zip(agree, weighted, strict=True)], axis=0)
+    return total / np.maximum(np.sum(agree, axis=0), 1)
+
+
+DENSITY = 0.4
+
+
+@pytest.mark.parametrize("sign", ["total", "frequency"])
+@pytest.mark.parametrize("method", ["linear", "ties", "dare_linear", "dare_ties"])
+def test_lorax(family: Family, method: str, sign: str) -> None:
+    """LoRAX's `merge_strategy` is the method of that name, with the weights of docs/howto/adapters:
+    the product has LoRAX's numbers, which it scales as its first adapter."""
+    family.add("scaled", adapter(20, lora_alpha=7))
+    theirs = {"one": 0.75, "scaled": 0.5, "two": 0.25}
+    scales = {name: family.adapters[name].config()["lora_alpha"] / 4 for name in theirs}
+    known = METHODS[method]
+    thinned = DENSITY if known.select.value == "drawn" else 1.0
+    weights = {
+        name: (weight * thinned) ** 2 * scales["one"] / scales[name]
+        for name, weight in theirs.items()
+    }
+    told = {"density": DENSITY, "majority_sign_method": sign, "seed": SEED}
+    found = family.combine(
+        method, weights, parameters={name: told[name] for name in known.parameters}
+    )
+    for module, (up, down) in found.items():
+        merged = [
+            by_lorax(
+                [family.adapters[name].factors[module][side] for name in theirs],
+                [*theirs.values()],
+                known,
+                sign,
+                f"{PREFIX}{module}.lora_{'BA'[side]}.weight",
+            )
+            for side in (0, 1)
+        ]
+        wanted = scales["one"] * merged[0] @ merged[1]
+        assert np.abs(up.astype(np.float64) @ down - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
 def test_linear_of_one_is_the_adapter(family: Family) -> None:
     """With a weight of 1, the product is that of the adapter, scale and all."""
     found = family.combine("linear", {"two": 1})

@@ -327,6 +327,38 @@ def test_a_busy_hub(
     assert len(hub.models["org/copy"].commits) == 2
 
 
+def test_an_upload_that_is_refused(x: str, hub: Hub, store: Store) -> None:
+    """If storage refuses a content, its address may be too old: the next run asks for a new one."""
+    hub.fail("/lfs-upload/", 403)
+    with pytest.raises(Unavailable, match="any more") as failed:
+        store.export(x, "hf://org/copy", card=False)
+    assert "again" in str(failed.value.hint)
+    assert hub.models["org/copy"].tip() == {}
+    store.export(x, "hf://org/copy", card=False)
+    assert hub.models["org/copy"].tip() == sharded(1)
+
+
+@pytest.mark.parametrize("way", [by_lfs, by_xet])
+def test_what_ends_one_upload_ends_all(
+    way: object, hub: Hub, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first failure, or Ctrl-C, no further file is begun, and there is no commit."""
+    assert callable(way)
+    way(hub, tmp_path, monkeypatch)
+    hub.model("org/own", {f"{n}.safetensors": shard(str(n)) for n in range(20)})
+    store.add("hf://org/own", name="x")
+    seen: list[int] = []
+
+    def stop(progress: object) -> None:
+        seen.append(1)
+        raise RuntimeError("stop")
+
+    with pytest.raises((RuntimeError, Unavailable), match="stop"):
+        store.export("x", "hf://org/copy", progress=stop)
+    assert len(seen) <= 4
+    assert hub.models["org/copy"].tip() == {}
+
+
 def test_a_token_that_may_only_read(
     x: str, hub: Hub, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from checkpoints import write_safetensors
 from later import Later
 
 from mstore import Store
-from mstore.api.integrations.transformers import from_pretrained
+from mstore.api.integrations.pretrained import from_pretrained
 from mstore.api.load import TensorSlice
 from mstore.store import leases
-from mstore.terms.errors import BadRequest, Corrupt, NotFound, Unavailable
+from mstore.terms.errors import BadRequest, Corrupt, NotFound
 
 torch = Later("torch")
 transformers = Later("transformers")
@@ -81,7 +80,7 @@ def test_the_model_of_the_directory(store: Store, name: str) -> None:
     """Class, parameters, types and outputs are those of the directory, bit for bit."""
     kind = getattr(transformers, models()[name][0])
     theirs = kind.from_pretrained(store.path.parent / name, dtype=torch.bfloat16)
-    ours = from_pretrained(kind, store, name, dtype=torch.bfloat16)
+    ours = from_pretrained(kind, store[name], dtype=torch.bfloat16)
     assert type(ours) is type(theirs)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     for key, value in theirs.state_dict().items():
@@ -162,7 +161,7 @@ def test_options(auto: bool, options: dict[str, Any], store: Store, tmp_path: Pa
     store.add(folder, name="options", base=None)
     theirs, ours = (
         kind.from_pretrained(folder, **given),
-        from_pretrained(kind, store, "options", **given),
+        from_pretrained(kind, store["options"], **given),
     )
     if "output_loading_info" in given:
         assert ours[1] == theirs[1]
@@ -193,9 +192,9 @@ def test_only_what_is_needed_is_read(store: Store, tmp_path: Path) -> None:
     pack.write_bytes(raw)
     kind = transformers.LlamaForCausalLM
     with Store.open(tmp_path / "store") as own:
-        assert len(from_pretrained(kind, own, "m", num_hidden_layers=2).model.layers) == 2
+        assert len(from_pretrained(kind, own["m"], num_hidden_layers=2).model.layers) == 2
         with pytest.raises(Corrupt):
-            from_pretrained(kind, own, "m")
+            from_pretrained(kind, own["m"])
 
 
 def test_a_snapshot_is_held_while_its_model_is_made(
@@ -210,7 +209,7 @@ def test_a_snapshot_is_held_while_its_model_is_made(
         return read(part, index)
 
     monkeypatch.setattr(TensorSlice, "__getitem__", noting)
-    from_pretrained(transformers.AutoModelForCausalLM, store, "tied")
+    from_pretrained(transformers.AutoModelForCausalLM, store["tied"])
     assert held
     assert all(one == {store["tied"].id} for one in held)
     assert not leases.holds(store._catalog.layout)
@@ -219,15 +218,15 @@ def test_a_snapshot_is_held_while_its_model_is_made(
 def test_the_store_is_not_changed_by_training(store: Store) -> None:
     """Parameters are the model's own: training changes nothing of the store."""
     before = {name: array.tobytes() for name, array in store["sharded"].load().items()}
-    model = from_pretrained(transformers.AutoModelForCausalLM, store, "sharded")
+    model = from_pretrained(transformers.AutoModelForCausalLM, store["sharded"])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
     assert {name: array.tobytes() for name, array in store["sharded"].load().items()} == before
 
 
-def test_what_is_refused(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No config, an unknown type, a class that has no such model, no such ref, no transformers."""
+def test_what_is_refused(store: Store, tmp_path: Path) -> None:
+    """No config, an unknown type, a class that has no such model, no such ref, another URL."""
     auto = transformers.AutoModelForCausalLM
     for name, config in (("none", None), ("odd", {"model_type": "odd"})):
         folder = tmp_path / name
@@ -251,18 +250,32 @@ def test_what_is_refused(store: Store, tmp_path: Path, monkeypatch: pytest.Monke
     ):
         kind = transformers.AutoModelForImageClassification if "vision" in name else auto
         with pytest.raises(BadRequest, match=what):
-            from_pretrained(kind, store, name.partition("-")[0])
+            from_pretrained(kind, store[name.partition("-")[0]])
     with pytest.raises(BadRequest, match="neither"):
-        from_pretrained(auto, store, "tied", variant="fp16")
-    for kind in (transformers.AutoConfig, transformers.AutoTokenizer):
-        with pytest.raises(BadRequest, match=f"{kind.__name__} makes no model") as other:
-            from_pretrained(kind, store, "tied")
-        assert "store.checkout('tied', DIR" in str(other.value.hint)
+        from_pretrained(auto, store["tied"], variant="fp16")
     with pytest.raises(NotFound):
-        from_pretrained(auto, store, "missing")
-    with pytest.raises(BadRequest, match="an open Store, not str"):
-        from_pretrained(auto, str(store.path), "tied")  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(Unavailable) as refused:
-        from_pretrained(auto, store, "tied")
-    assert refused.value.hint == "pip install transformers"
+        from_pretrained(auto, f"mstore://missing?store={store.path}")
+    for url in (str(store.path), "https://host/tied"):
+        with pytest.raises(BadRequest, match="not a URL of one"):
+            from_pretrained(auto, url)
+    with pytest.raises(BadRequest, match="nothing else"):
+        from_pretrained(auto, f"mstore://tied?stroe={store.path}")
+
+
+def test_urls(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URL names the same model as its snapshot, for Auto and for concrete classes; without a
+    store it is that of the current directory."""
+    theirs = from_pretrained(transformers.AutoModelForCausalLM, store["tied"]).state_dict()
+    (tmp_path / ".mstore").symlink_to(store.path)
+    monkeypatch.chdir(tmp_path)
+    for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        for url in (f"mstore://tied?store={store.path}", "mstore://tied", "mstore://tied@{0}"):
+            ours = from_pretrained(kind, url).state_dict()
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_what_reads_files(store: Store) -> None:
+    """A class of transformers that makes no model gets a directory without weights."""
+    config = from_pretrained(transformers.AutoConfig, store["tied"])
+    assert config.vocab_size == _LLAMA["vocab_size"]

@@ -91,16 +91,18 @@ def test_a_hub_that_does_not_answer(
 
 
 def test_another_hub(hub: Hub, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Hub that HF_ENDPOINT does not name is not asked: it would get the user's token."""
+    """A model of another Hub than HF_ENDPOINT names is not compared with its namesake there."""
     from huggingface_hub import constants
 
     hub.model("org/tiny", sharded(1))
     store.add("hf://org/tiny", name="tiny")
-    hub.requests.clear()
-    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.example")
-    (found,) = store.outdated()
-    assert found.state == "unknown"
-    assert not hub.requests
+    other = Hub()
+    other.model("org/tiny", sharded(1, "other"))
+    with other.running():
+        monkeypatch.setattr(constants, "ENDPOINT", other.url)
+        (found,) = store.outdated()
+    assert (found.state, found.newest) == ("unknown", None)
+    assert not other.requests
 
 
 def test_the_command(hub: Hub, store: Store) -> None:

@@ -17,7 +17,8 @@ from mstore.api import reports
 from mstore.api.adding import Adding
 from mstore.api.exchanging import Exchanging
 from mstore.api.exporting import Exporting
-from mstore.api.integrations.transformers import from_pretrained
+from mstore.api.integrations.directory import as_directory
+from mstore.api.integrations.pretrained import from_pretrained
 from mstore.api.judging import Judging
 from mstore.api.keeping import Keeping
 from mstore.api.load import SafeOpen, TensorSlice
@@ -107,7 +108,8 @@ def _sections() -> Iterator[str]:
     yield f"### SigningKey\n\n{_text(signing.SigningKey)}"
     yield from _members(signing.SigningKey, "SigningKey", "key")
     yield "## mstore.api.integrations\n\nOther libraries on top of mstore.\n"
-    yield _function("integrations.transformers", from_pretrained)
+    yield _function("integrations.pretrained", from_pretrained)
+    yield _function("integrations.directory", as_directory)
     yield "## mstore_fuse.mounts\n\nMounts, for programs: what the command line calls.\n"
     for call in (mounts.mount, mounts.shown, mounts.mounts, mounts.unmount, mounts.unmount_all):
         yield _function("mounts", call)

@@ -49,6 +49,7 @@ OTHER_WORDS = {
     "revert": "mstore reset NAME 'NAME@{1}' moves a branch back; mstore reflog lists its moves",
     "list": _LIST,
     "get": "mstore checkout REF DIR copies files out, mstore mount shows them",
+    "upload": "mstore export REF hf://ORG/NAME (to the Hub), mstore push NAME (to a remote)",
     "import": "mstore add PATH --name REF",
     "delete": "mstore rm REF",
     "remove": "mstore rm REF",

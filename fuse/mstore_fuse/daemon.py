@@ -36,6 +36,7 @@ from mstore.terms.errors import BadRequest, MstoreError, StorageFailed, Unavaila
 from mstore.terms.phrases import Option, call, to_json
 from mstore_fuse import libfuse, mount_table
 from mstore_fuse.about import AboutStore
+from mstore_fuse.adapters import AdaptersTree
 from mstore_fuse.driver import MountRequest
 from mstore_fuse.fuse_driver import MountedSnapshot, parser, request_of
 from mstore_fuse.operations import FuseOperations
@@ -96,7 +97,7 @@ class Daemon:
                 module,
                 FuseOperations(self._start, module.fuse_exit),
                 str(request.mountpoint),
-                source=str(MountedSnapshot(request.store, request.revision, os.getpid())),
+                source=str(MountedSnapshot(request.store, request.shown, os.getpid())),
                 allow_other=request.allow_other,
             )
         except BaseException as error:  # noqa: BLE001 - carried to the main thread
@@ -130,7 +131,7 @@ class Daemon:
             raise
         self.ready(None)
         log.info(
-            "serving %s of %s at %s", request.revision or "all", request.store, request.mountpoint
+            "serving %s of %s at %s", request.shown or "all", request.store, request.mountpoint
         )
         return tree
 
@@ -139,6 +140,9 @@ class Daemon:
         revision = self.request.revision
         if revision is None:
             return StoreTree(store, about, show_about=shown)
+        if self.request.adapters:
+            base = self.request.served_base
+            return AdaptersTree(store, revision, base, about, show_about=shown)
         if self.request.follow:
             if revision not in store.ref_ids():
                 # An unknown revision is the more useful error.

@@ -17,13 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import msgspec
 
 from mstore.terms.errors import BadRequest
 from mstore_fuse import mount_table
 from mstore_fuse.mount_table import TableEntry
+
+EVERY: Final = "*"
+"""The pattern of all branches and tags."""
 
 
 class DriverName(StrEnum):
@@ -50,7 +53,7 @@ class Verify(StrEnum):
 class MountRequest:
     """What to mount, where and how; the fields are the arguments of `mounts.mount`.
 
-    revision: None for the whole store.
+    revision: None for the whole store; a pattern of refs, if adapters are shown.
     """
 
     store: Path
@@ -64,9 +67,16 @@ class MountRequest:
     cache_bytes: int | None = None
     verify: str = Verify.ONCE
     follow: bool = False
+    adapters: bool = False
+    served_base: str | None = None
     show_meta: bool = False
     endpoints: tuple[str, ...] = ()
     cache_size: int | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """What is shown, as `MountInfo.revision` tells it."""
+        return f"adapters {self.revision}" if self.adapters else self.revision
 
 
 class MountInfo(msgspec.Struct, frozen=True):
@@ -81,7 +91,7 @@ class MountInfo(msgspec.Struct, frozen=True):
     store: Path
     """the store"""
     revision: str | None
-    """what is shown; None: the whole store"""
+    """what is shown; `adapters PATTERN`: the adapters of these refs; None: the whole store"""
     pid: int | None
     """the process that serves it; None if that has ended, or if the kernel does"""
     alive: bool

@@ -66,6 +66,15 @@ class Fuse(Driver):
         if request.follow and request.revision is None:
             what = "a mount of the whole store follows all its refs anyway"
             return BadRequest(what, where=Option("follow"))
+        if request.follow and request.adapters:
+            what = "a mount of adapters follows all their refs anyway"
+            return BadRequest(what, where=Option("follow"))
+        if request.served_base is not None and not request.adapters:
+            return BadRequest(
+                "only the configs of adapters name a base",
+                where=Option("served_base"),
+                hint=Option("adapters", True),
+            )
         return None
 
     def require(self) -> None:
@@ -216,7 +225,7 @@ def _with_log(request: MountRequest) -> MountRequest:
 
 # -- the daemon's command line ---------------------------------------------------------------------
 
-_SWITCHES = ("foreground", "allow_other", "follow", "show_meta")
+_SWITCHES = ("foreground", "allow_other", "follow", "adapters", "show_meta")
 
 
 def words(request: MountRequest) -> list[str]:
@@ -230,6 +239,8 @@ def words(request: MountRequest) -> list[str]:
         line.append(f"--cache-bytes={request.cache_bytes}")
     if request.cache_size is not None:
         line.append(f"--cache-size={request.cache_size}")
+    if request.served_base is not None:
+        line.append(f"--served-base={request.served_base}")
     line += [f"--endpoint={one}" for one in request.endpoints]
     line += [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(request, name)]
     return [*line, "--", str(request.mountpoint)]
@@ -247,6 +258,7 @@ def parser() -> ArgumentParser:
     made.add_argument("--log", type=Path, metavar="FILE")
     made.add_argument("--cache-bytes", type=int, metavar="N")
     made.add_argument("--cache-size", type=int, metavar="N")
+    made.add_argument("--served-base", metavar="NAME")
     made.add_argument("--endpoint", action="append", default=[], metavar="URL")
     for name in _SWITCHES:
         made.add_argument(f"--{name.replace('_', '-')}", action="store_true")
@@ -264,6 +276,7 @@ def request_of(given: Namespace) -> MountRequest:
         cache_bytes=given.cache_bytes,
         cache_size=given.cache_size,
         endpoints=tuple(given.endpoint),
+        served_base=given.served_base,
         verify=given.verify,
         **{name: getattr(given, name) for name in _SWITCHES},
     )

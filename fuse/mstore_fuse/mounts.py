@@ -31,7 +31,7 @@ from mstore.terms.errors import (
 )
 from mstore.terms.phrases import Option, call, phrase
 from mstore_fuse import mount_table
-from mstore_fuse.driver import Driver, DriverName, MountInfo, MountRequest, Verify
+from mstore_fuse.driver import EVERY, Driver, DriverName, MountInfo, MountRequest, Verify
 from mstore_fuse.erofs.driver import Erofs
 from mstore_fuse.fuse_driver import Fuse
 
@@ -62,6 +62,8 @@ def mount(
     cache_bytes: int | None = None,
     verify: str = "once",
     follow: bool = False,
+    adapters: bool = False,
+    served_base: str | None = None,
     show_meta: bool = False,
     endpoints: Sequence[str] = (),
     cache_size: int | None = None,
@@ -77,6 +79,10 @@ def mount(
     log: append what goes wrong to this file; in the background it goes to syslog otherwise.
     cache_bytes, verify: as for `Store.open`.
     follow: the revision is a ref, and files opened after it moves show its new snapshot.
+    adapters: show those branches and tags that are adapters, each as a directory of its name, as
+    vLLM and LoRAX look for them; the revision is a pattern of their names, or None for all.
+    served_base: what their configs call the base, so that an engine which serves it by this name
+    takes them; None leaves the configs as they are.
     show_meta: list the directory `.mstore` of a snapshot, which is found by name in any case.
     endpoints: as for `Store.trust`, if the store is lazy; credentials and MSTORE_TOKEN come from
     the environment. cache_size: as `Store.cache_bytes_on_disk`.
@@ -95,7 +101,7 @@ def mount(
     """
     request = MountRequest(
         store=Path(os.path.realpath(store_path)),
-        revision=revision,
+        revision=EVERY if adapters and revision is None else revision,
         mountpoint=mountpoint,
         driver=_one_of(DriverName, "driver", driver),
         foreground=foreground,
@@ -105,6 +111,8 @@ def mount(
         cache_bytes=cache_bytes,
         verify=_one_of(Verify, "verify", verify),
         follow=follow,
+        adapters=adapters,
+        served_base=served_base,
         show_meta=show_meta,
         endpoints=tuple(endpoints),
         cache_size=cache_size,

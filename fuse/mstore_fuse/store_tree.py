@@ -1,4 +1,4 @@
-"""The trees of a whole store and of a ref that is followed; see tree.py for what they show.
+"""The trees of a whole store and of directories of it; see tree.py for what they show.
 
 Owns what follows from refs that move while they are read, and from snapshots that come and go.
 """
@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -22,6 +22,7 @@ from mstore_fuse.tree import (
     Attributes,
     MountHold,
     MountSource,
+    MountView,
     OpenFile,
     ShownAmounts,
     SnapshotTree,
@@ -60,7 +61,7 @@ class StoreTree:
 
     Holds only snapshots with open files: an unused mount keeps no garbage. A lookup that misses
     reads the store again; one that hits may use a list of refs up to `max_age` seconds old.
-    about, show_about: as for `SnapshotTree`.
+    about, show_about, replaced: as for `SnapshotTree`; replaced is called with the view of each.
     """
 
     attributes_last_for = 0.0
@@ -72,8 +73,10 @@ class StoreTree:
         *,
         show_about: bool = False,
         max_age: float = 0.1,
+        replaced: Callable[[MountView], Mapping[str, bytes]] = lambda view: {},
     ) -> None:
         self._source = source
+        self._replaced = replaced
         self._about = about
         self._show_about = show_about
         self._max_age = max_age
@@ -285,7 +288,10 @@ class StoreTree:
             if tree is not None:
                 self._trees.move_to_end(snapshot)
                 return tree
-        made = SnapshotTree(self._source.view(snapshot), self._about, show_about=self._show_about)
+        view = self._source.view(snapshot)
+        made = SnapshotTree(
+            view, self._about, show_about=self._show_about, replaced=self._replaced(view)
+        )
         with self._lock:
             # Another thread may have been faster; the first one stays.
             tree = self._trees.setdefault(snapshot, made)
@@ -294,35 +300,23 @@ class StoreTree:
         return tree
 
 
-class RefTree:
-    """The tree of one ref, which follows the ref; its rules are those of `StoreTree`.
-
-    While there is no such ref, the mount is an empty directory.
-    """
+class BelowTree:
+    """A directory of a store's tree, at the top of a mount; its rules are those of `StoreTree`."""
 
     attributes_last_for = StoreTree.attributes_last_for
 
-    def __init__(self, store: StoreTree, ref: str) -> None:
+    def __init__(self, store: StoreTree, top: str) -> None:
         self._store = store
-        self._ref = ref
-        self._top = f"refs/{ref}"
+        self._top = top
 
     def _below(self, path: str) -> str:
         return f"{self._top}/{path}" if path else self._top
 
     def entry(self, path: str) -> Attributes:
-        if not path:
-            # One number whatever the ref shows: it is that of the mount.
-            return replace(self._store.top(self._ref), inode=inode_of("", self._top))
         return self._store.entry(self._below(path))
 
     def children(self, path: str) -> list[tuple[str, Attributes]]:
-        try:
-            return self._store.children(self._below(path))
-        except NotFound:
-            if path:
-                raise
-            return []
+        return self._store.children(self._below(path))
 
     def open(self, path: str) -> OpenFile:
         return self._store.open(self._below(path))
@@ -337,8 +331,39 @@ class RefTree:
         return self._store.stored(self._below(path))
 
     def labels(self, path: str) -> Mapping[str, str]:
+        return self._store.labels(self._below(path))
+
+    def totals(self) -> ShownAmounts:
+        return self._store.totals()
+
+
+class RefTree(BelowTree):
+    """The tree of one ref, which follows the ref.
+
+    While there is no such ref, the mount is an empty directory.
+    """
+
+    def __init__(self, store: StoreTree, ref: str) -> None:
+        super().__init__(store, f"refs/{ref}")
+        self._ref = ref
+
+    def entry(self, path: str) -> Attributes:
+        if not path:
+            # One number whatever the ref shows: it is that of the mount.
+            return replace(self._store.top(self._ref), inode=inode_of("", self._top))
+        return super().entry(path)
+
+    def children(self, path: str) -> list[tuple[str, Attributes]]:
         try:
-            return self._store.labels(self._below(path))
+            return super().children(path)
+        except NotFound:
+            if path:
+                raise
+            return []
+
+    def labels(self, path: str) -> Mapping[str, str]:
+        try:
+            return super().labels(path)
         except NotFound:
             if path:
                 raise

@@ -5,6 +5,7 @@
     /...                    /snapshots/<64 hex>/...         every snapshot, read when first entered
 
     a ref that is followed: the files of /refs/<name> at the top (`RefTree`)
+    adapters: /<name>/adapter_config.json, the refs that are adapters (`adapters`)
 
 Owns names, attributes and inode numbers. Does not know FUSE, and reads no bytes of files. There are
 no links of any kind. An inode number is a hash of (snapshot id, path), so it is the same in every
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -173,7 +175,7 @@ class OpenFile:
 
     `mounted` is the path in the mount, `path` the one in the snapshot, `ref` the ref that stays at
     this snapshot until `release`. `content` holds the bytes of a file that is not in the snapshot,
-    but about it.
+    but about it or in place of one.
     """
 
     view: MountView
@@ -229,6 +231,7 @@ class SnapshotTree:
     """The tree of one snapshot, complete in memory; nothing in it ever changes.
 
     about: makes the files about the snapshot. show_about: whether its directory is listed.
+    replaced: files that show other bytes than they have, by their paths.
 
     Raises Corrupt if the snapshot's paths do not form a tree of plain names.
     """
@@ -236,13 +239,19 @@ class SnapshotTree:
     attributes_last_for = IMMUTABLE_FOR
 
     def __init__(
-        self, view: MountView, about: About = NOTHING, *, show_about: bool = False
+        self,
+        view: MountView,
+        about: About = NOTHING,
+        *,
+        show_about: bool = False,
+        replaced: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         self._view = view
         self._snapshot = str(view.id)
+        self._replaced = replaced
         self._entries: dict[str, Attributes] = {"": self._directory("")}
         self._children: dict[str, list[str]] = {"": []}
-        files = view.files
+        files = {**view.files, **{path: len(data) for path, data in replaced.items()}}
         for path, size in sorted(files.items()):
             self._insert(path, self._file(path, size))
         self._totals = ShownAmounts(len(files), sum(files.values()))
@@ -310,7 +319,9 @@ class SnapshotTree:
         entry = self.entry(path)
         if entry.is_directory:
             raise NotFound("not a file", where=path)
-        content = self._content(path) if path in self._made else None
+        content = self._replaced.get(path)
+        if path in self._made:
+            content = self._content(path)
         return OpenFile(
             self._view, path, entry.size, keep_cache, mounted, self._snapshot, ref, content
         )
@@ -326,7 +337,7 @@ class SnapshotTree:
         if known is not None:
             return known
         size = self.entry(path).size
-        if path in self._made or size == 0:
+        if path in self._made or path in self._replaced or size == 0:
             return size
         try:
             told = self._about.stored(self._view, path)
@@ -342,7 +353,7 @@ class SnapshotTree:
     def labels(self, path: str) -> Mapping[str, str]:
         self.entry(path)
         labels = {"snapshot": self._snapshot}
-        if path not in self._children and path not in self._made:
+        if not any(path in those for those in (self._children, self._made, self._replaced)):
             labels |= self._about.labels(self._view, path)
         return labels
 

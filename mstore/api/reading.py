@@ -325,6 +325,7 @@ class Reading(OpenStore):
         threads: int | None = None,
         shared: bool = False,
         only: Sequence[str] = (),
+        weights: bool = True,
         reflink: str = "auto",
         card: bool = False,
         progress: ProgressCallback | None = None,
@@ -333,6 +334,8 @@ class Reading(OpenStore):
 
         revision: a snapshot, or REF:MODEL, of which it writes what `view` shows.
         only: patterns of the paths to write, such as `*.json`; without any, all files.
+        weights: also write safetensors files and their indexes. Without them it is what programs
+        need that read tensors elsewhere: configs and tokenizer.
         shared: also write if other users, whom you trust, may rename and remove entries in the
         parent directory.
         reflink: whether the files share their space on the disk with the store, as XFS and btrfs
@@ -356,6 +359,7 @@ class Reading(OpenStore):
             threads=thread_count(threads),
             shared=shared,
             only=only,
+            weights=weights,
             reflink=parse_reflink(reflink),
             made=lambda view: card_of(self._catalog, view, asked) if card else {},
             progress=progress,

@@ -13,10 +13,11 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from threading import Event, Lock
 from types import SimpleNamespace
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import quote
@@ -27,7 +28,14 @@ from mstore.checkpoint.declared import CARD
 from mstore.exports.destination import ChangesThere, Export, OutgoingFile, Sent, Wishes, opened
 from mstore.origins.hub import Address, HubRepository, answer_of, asked, library
 from mstore.origins.repository import RemoteFile
-from mstore.terms.errors import BadRequest, Conflict, MstoreError, NotFound, Unavailable
+from mstore.terms.errors import (
+    BadRequest,
+    Conflict,
+    Interrupted,
+    MstoreError,
+    NotFound,
+    Unavailable,
+)
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import Option, call, phrase
 
@@ -44,6 +52,7 @@ _LOOKED_AT: Final = 20
 _KEPT: Final = frozenset({".gitattributes", CARD})
 """Files that stay if the snapshot lacks them: the Hub's own, and the page of the repository."""
 _TIMEOUT: Final = 120.0
+_GOES_ON: Final = "run the command again: it goes on with what arrived"
 
 
 class _Requests:
@@ -203,18 +212,34 @@ class HubDestination:
             return Sent(str(self._parent), self._page(str(self._parent)), 0)
         modes = self._modes(changes.to_send)
         large = [file for file in changes.to_send if modes[file.path] == _LFS and file.size]
-        upload = self._upload()
-        with ThreadPoolExecutor(_UPLOADS, "export") as pool:
-            asked_for = [pool.submit(upload.send, file, tick) for file in large]
-            try:
-                done = [one.result() for one in asked_for]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        digests = {file.path: one.sha256 for file, one in zip(large, done, strict=True)}
+        done = self._contents(large, tick)
+        digests = {path: one.sha256 for path, one in done.items()}
         commit, url = self._commit(outgoing, changes, digests)
         small = sum(file.size for file in changes.to_send) - sum(file.size for file in large)
-        return Sent(commit, url, small + sum(one.bytes_sent for one in done))
+        return Sent(commit, url, small + sum(one.bytes_sent for one in done.values()))
+
+    def _contents(
+        self, files: Sequence[OutgoingFile], tick: Callable[[int], None]
+    ) -> dict[str, _Uploaded]:
+        """Send the contents of large files, several at once; the first that fails ends all."""
+        upload, is_ended, lock = self._upload(), Event(), Lock()
+
+        def ticked(count: int) -> None:
+            if is_ended.is_set():
+                raise Interrupted("the export was ended", where=self.shown)
+            with lock:
+                tick(count)
+
+        with ThreadPoolExecutor(_UPLOADS, "export") as pool:
+            sent = {file.path: pool.submit(upload.send, file, ticked) for file in files}
+            try:
+                for one in wait(sent.values(), return_when=FIRST_EXCEPTION).done:
+                    one.result()
+            except BaseException:
+                is_ended.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return {path: one.result() for path, one in sent.items()}
 
     def _create(self) -> None:
         def create() -> None:
@@ -226,7 +251,9 @@ class HubDestination:
                 if _status(error) != 409:
                     raise
                 raise Conflict(
-                    "somebody made this model in the meantime", where=self.shown, hint=_again()
+                    "somebody made this model in the meantime",
+                    where=self.shown,
+                    hint="run the command again",
                 ) from error
 
         self._requests.written(create)
@@ -408,7 +435,17 @@ class _Lfs:
                 yield reader
 
         operation: Any = SimpleNamespace(path_in_repo=file.path, upload_info=info, as_file=as_file)
-        lfs.lfs_upload(operation, action, headers=requests.headers, endpoint=requests.endpoint)
+        try:
+            lfs.lfs_upload(operation, action, headers=requests.headers, endpoint=requests.endpoint)
+        except Exception as error:
+            if _status(error) not in (401, 403):
+                raise
+            # Addresses to upload to are good for some time only; no token goes there.
+            raise Unavailable(
+                f"the Hub's storage does not take {file.path} any more ({_status(error)})",
+                where=str(requests.address),
+                hint=_GOES_ON,
+            ) from error
         return file.size
 
 
@@ -430,7 +467,7 @@ class _Xet:
             raise Unavailable(
                 f"the Hub's storage does not take {file.path}: {str(error).splitlines()[0]}",
                 where=str(self._requests.address),
-                hint="run the command again: it goes on with what arrived",
+                hint=_GOES_ON,
             ) from error
 
     def _sent(self, file: OutgoingFile, tick: Callable[[int], None]) -> _Uploaded:
@@ -472,10 +509,6 @@ def _of_snapshot(id: SnapshotId) -> str:
 def _status(error: BaseException) -> int | None:
     response = answer_of(error)
     return None if response is None else int(response.status_code)
-
-
-def _again() -> str:
-    return "run the command again: it compares with what is there now"
 
 
 @contextmanager

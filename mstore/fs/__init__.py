@@ -37,6 +37,7 @@ from mstore.fs.files import (
     make_directory,
     make_hole,
     mark_used,
+    name_in_memory,
     observed,
     overwrite,
     private_directory,
@@ -50,6 +51,7 @@ from mstore.fs.files import (
     sync_directory,
     unlink,
     unnamed,
+    zeros_in_memory,
 )
 from mstore.fs.locks import LockFile, locked
 from mstore.fs.rights import may_write, owners, require_writable, share, share_tree, user_name
@@ -109,6 +111,7 @@ __all__ = [
     "make_hole",
     "mark_used",
     "may_write",
+    "name_in_memory",
     "observed",
     "open_file",
     "overwrite",
@@ -138,4 +141,5 @@ __all__ = [
     "unnamed",
     "unread",
     "user_name",
+    "zeros_in_memory",
 ]

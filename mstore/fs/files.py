@@ -488,6 +488,29 @@ def in_memory(head: bytes, descriptor: int, size: int) -> int:
     return made
 
 
+def zeros_in_memory(size: int) -> int:
+    """Return a descriptor of a private in-memory file of so many zeros, to be mapped and filled."""
+    with translated("memory"):
+        made = os.memfd_create("mstore", os.MFD_CLOEXEC)
+        try:
+            os.truncate(made, size)
+        except BaseException:
+            os.close(made)
+            raise
+    return made
+
+
+def name_in_memory(path: Path, descriptor: int) -> None:
+    """Give a file in memory a name for this process, below a `scratch` directory.
+
+    The name leads nowhere when the descriptor is closed.
+    """
+    with translated(path):
+        announce("link", path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(f"/proc/self/fd/{descriptor}")
+
+
 def unnamed(place: Path, pieces: Iterable[Buffer]) -> memoryview:
     """Return these pieces, one after the other, as a mapped file that has no name.
 

@@ -35,6 +35,7 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE, PackGone
 from mstore.blocks.reader import FSCK, ThreadBuffer
+from mstore.checkpoint.models import is_weights
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.store import contents
 from mstore.store.ahead import in_order, read_ahead
@@ -97,6 +98,7 @@ def checkout(
     threads: int,
     shared: bool = False,
     only: Sequence[str] = (),
+    weights: bool = True,
     reflink: Reflink = Reflink.AUTO,
     made: Callable[[SnapshotView], Mapping[str, bytes]] = lambda view: {},
     progress: ProgressCallback | None = None,
@@ -106,11 +108,11 @@ def checkout(
 
     Holds the snapshot meanwhile. `computing` returns what computes blocks of a virtual snapshot.
     shared: allow a parent directory in which others can rename. only: write the files whose paths
-    match one of these patterns (`*` also matches `/`); empty means all files. reflink: whether to
-    share extents with packs. made: gives files in place of the snapshot's, or beside them, by their
-    paths. Raises NotFound for a pattern that matches no file, BadRequest,
-    BadCheckpoint, Conflict, Corrupt, Incompatible (sharing is required, and the filesystem cannot),
-    StorageFailed; an error leaves nothing behind.
+    match one of these patterns (`*` also matches `/`); empty means all files. weights: also write
+    safetensors files and their indexes. reflink: whether to share extents with packs. made: gives
+    files in place of the snapshot's, or beside them, by their paths. Raises NotFound for a pattern
+    that matches no file, BadRequest, BadCheckpoint, Conflict, Corrupt, Incompatible (sharing is
+    required, and the filesystem cannot), StorageFailed; an error leaves nothing behind.
     """
     began = time.monotonic()
     cache = BlockCache(catalog, computing=computing)
@@ -127,6 +129,8 @@ def checkout(
     with contents.held(catalog, [view.id]):
         new = made(view)
     files = _chosen({**view.files, **{path: len(data) for path, data in new.items()}}, view, only)
+    if not weights:
+        files = {path: size for path, size in files.items() if not is_weights(path)}
     new = {path: data for path, data in new.items() if path in files}
     total = sum(files.values())
     stored = {path: size for path, size in files.items() if path not in new}

@@ -25,6 +25,14 @@ def checkout(
         tuple[str, ...],
         Argument(metavar="PATTERN", help="Only files that match, as '*.json' [else all]."),
     ] = (),
+    no_weights: Annotated[
+        bool,
+        Option(
+            "--no-weights",
+            help="Leave out safetensors files and their indexes: for engines that read tensors "
+            "from the store.",
+        ),
+    ] = False,
     shared: Annotated[
         bool,
         Option(
@@ -63,6 +71,7 @@ def checkout(
             threads=threads,
             shared=shared,
             only=patterns,
+            weights=not no_weights,
             reflink=reflink,
             card=card,
             progress=tick,

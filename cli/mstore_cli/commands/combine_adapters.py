@@ -13,22 +13,23 @@ from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_percent, format_seconds, format_size
 
-PEFT_WORDS = {
+OTHER_WORDS = {
     "--weights": MISTAKEN["--weight"],
     "--adapters": "--expert REF=0.5, once for each adapter",
     "--combination-type": "--method svd",
     "--svd-rank": "--rank VALUE",
     "--svd-clamp": "--param clamp=VALUE",
     "--majority-sign-method": "--param majority_sign_method=VALUE",
+    "--merge-strategy": "--method ties",
 }
-"""What PEFT calls the options."""
+"""What PEFT and LoRAX call the options."""
 
 
 @command(
     example="mstore combine-adapters --expert math/lora --expert code/lora=0.5 --method svd "
     "--name both/lora",
     failure="an error; nothing was published",
-    mistakes=Mistakes({**MISTAKEN, **PEFT_WORDS}),
+    mistakes=Mistakes({**MISTAKEN, **OTHER_WORDS}),
 )
 def combine_adapters(
     session: Session,

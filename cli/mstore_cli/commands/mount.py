@@ -35,13 +35,30 @@ def mount(
         Argument(
             metavar="[REF[:MODEL]] DIR",
             help="The snapshot, or one model of it, and an empty directory; with --all only the "
-            "directory.",
+            "directory; with --adapters a pattern of refs [default: all] and the directory.",
             shell_complete=completion.mounted,
         ),
     ],
     everything: Annotated[
         bool, Option("--all", help="Show the whole store: refs/... and snapshots/ID/...")
     ] = False,
+    adapters: Annotated[
+        bool,
+        Option(
+            "--adapters",
+            help="Show the branches and tags that are LoRA adapters, as vLLM and LoRAX look for "
+            "them: DIR/REF/adapter_config.json.",
+        ),
+    ] = False,
+    served_base: Annotated[
+        str | None,
+        Option(
+            "--served-base",
+            metavar="NAME",
+            help="With --adapters: what their configs call the base, the name by which it is "
+            "served [default: as they say].",
+        ),
+    ] = None,
     foreground: Annotated[
         bool, Option("--foreground", help="Stay, until unmounted or interrupted.")
     ] = False,
@@ -81,13 +98,17 @@ def mount(
 ) -> None:
     """Show a snapshot, one model or the store as a directory.
 
-    The directory is read-only. Paths of REF:MODEL begin in the model's directory. The command
-    returns when the mount works. The mount stays after you close the shell.
+    With --adapters it shows the adapters of the store. The directory is read-only. Paths of
+    REF:MODEL begin in the model's directory. The command returns when the mount works. The mount
+    stays after you close the shell.
     """
-    if len(target) != (1 if everything else 2):
+    if everything and adapters:
+        raise UsageError("give --all or --adapters, not both", hint="mstore mount --help")
+    fits = len(target) == 1 if everything else len(target) == 2 or (adapters and len(target) == 1)
+    if not fits:
         wanted = "--all takes only DIR" if everything else "give REF and DIR, or --all and DIR"
         raise UsageError(wanted, hint="mstore mount --help")
-    revision = None if everything else target[0]
+    revision = target[0] if len(target) == 2 else None
     directory = Path(target[-1])
     from mstore.terms.phrases import Option
     from mstore.terms.sizes import parse_size
@@ -98,7 +119,7 @@ def mount(
 
     def ready(info: MountInfo) -> None:
         def human(screen: Screen) -> None:
-            shown = revision or "the whole store"
+            shown = info.revision or "the whole store"
             place = near(info.mountpoint)
             end = "Ctrl-C" if foreground else f"mstore unmount {shlex.quote(place)}"
             for stale in cleared:
@@ -109,7 +130,10 @@ def mount(
             if by and verify is Verify.NEVER:
                 screen.line("its blocks were not checked: a damaged pack shows wrong bytes")
             screen.line(f"to end it: {end}")
-            screen.line(f"to load fast: {SERVING}")
+            if adapters:
+                screen.line(f"for vLLM: VLLM_LORA_RESOLVER_CACHE_DIR={shlex.quote(place)}")
+            else:
+                screen.line(f"to load fast: {SERVING}")
 
         try:
             session.output.emit(info, ids=[info.mountpoint], human=human)
@@ -132,6 +156,8 @@ def mount(
         cache_bytes=parse_size(cache, option=Option("cache_bytes")),
         verify=verify,
         follow=follow,
+        adapters=adapters,
+        served_base=served_base,
         show_meta=show_meta,
         endpoints=own_endpoints(),
         cache_size=user_config.cache_size(),

@@ -16,24 +16,19 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from threading import Lock
 from typing import Any, Final
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import urlencode
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from mstore.api import Store
-from mstore.fs import owners
+from mstore.api.integrations.urls import DEFAULT_STORE, HEAD, PROTOCOL, open_store, store_of
 from mstore.store.view import SnapshotView
-from mstore.terms.errors import BadName, BadRequest, Conflict, NotFound
+from mstore.terms.errors import BadName, NotFound
 from mstore.terms.ids import SnapshotId
 
-_PROTOCOL: Final = "mstore"
-_HEAD: Final = f"{_PROTOCOL}://"
-_DEFAULT: Final = ".mstore"
 _MARKS: Final = re.compile(r"[@~]")
 _ID: Final = re.compile(r"[0-9a-f]{4,64}")
 _FILE: Final = "file"
@@ -48,12 +43,12 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     for itself.
     """
 
-    protocol = _PROTOCOL
+    protocol = PROTOCOL
     root_marker = ""
 
     def __init__(self, store: str | os.PathLike[str] | None = None, **options: Any) -> None:
         self._is_named = store is not None
-        self._path = _DEFAULT if store is None else os.fspath(store)
+        self._path = DEFAULT_STORE if store is None else os.fspath(store)
         super().__init__(store=self._path, **options)
         # By process: a forked child leaves alone what it inherits, locked or not.
         self._locks: dict[int, Lock] = {}
@@ -64,20 +59,18 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if isinstance(path, list):
             return [cls._strip_protocol(one) for one in path]
         text = os.fspath(path)
-        plain = text.removeprefix(_HEAD).removeprefix(f"{_PROTOCOL}::")
+        plain = text.removeprefix(HEAD).removeprefix(f"{PROTOCOL}::")
         return plain.partition("?")[0].strip("/")
 
     @staticmethod
     def _get_kwargs_from_urls(path: str) -> dict[str, str]:
         """Return what a URL says beside the path.  Raises BadRequest for another query."""
-        asked = parse_qs(path.partition("?")[2], keep_blank_values=True)
-        if asked.keys() - {"store"} or any(len(values) != 1 for values in asked.values()):
-            raise BadRequest("a URL of mstore may say ?store=DIRECTORY, nothing else", where=path)
-        return {name: values[0] for name, values in asked.items()}
+        store = store_of(path)
+        return {} if store is None else {"store": store}
 
     def unstrip_protocol(self, name: str) -> str:
         """Return the URL of a path, with its store."""
-        return f"{_HEAD}{self._strip_protocol(name)}?{urlencode({'store': self._path})}"
+        return f"{HEAD}{self._strip_protocol(name)}?{urlencode({'store': self._path})}"
 
     @property
     def store(self) -> Store:
@@ -88,9 +81,7 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         process = os.getpid()
         with self._locks.setdefault(process, Lock()):
             if process not in self._opened:
-                if not self._is_named:
-                    _require_own(Path(self._path))
-                self._opened[process] = Store.open(self._path)
+                self._opened[process] = open_store(self._path if self._is_named else None)
             return self._opened[process]
 
     # -- where a path leads --------------------------------------------------------------------
@@ -216,16 +207,6 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             cache_options=cache_options,
             **options,
         )
-
-
-def _require_own(store: Path) -> None:
-    with suppress(FileNotFoundError):
-        if set(owners(store)) - {os.geteuid()}:
-            raise Conflict(
-                "this store belongs to another user, and was only found, not named",
-                where=str(store),
-                hint="if you trust it, name it: ?store=DIRECTORY",
-            )
 
 
 class MstoreFile(AbstractBufferedFile):  # type: ignore[misc]

@@ -1,20 +1,25 @@
-"""Models of transformers from a store: no files, no mount, no second copy on disk."""
+"""What `from_pretrained` makes of a snapshot: no mount, no second copy on disk.
+
+A model of transformers gets its tensors one by one, and no files.  Other classes take directories
+only, and get one in memory (`directory`); why: docs/design/052-loading-by-others.md.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, Final
 
 from mstore import fs
-from mstore.api import Snapshot, Store
+from mstore.api import Snapshot
+from mstore.api.integrations.directory import as_directory
+from mstore.api.integrations.urls import snapshot_at
 from mstore.api.load import TensorSlice
 from mstore.checkpoint.dtypes import DTYPES
-from mstore.terms.errors import BadRequest, MstoreError, Unavailable
-from mstore.terms.ids import Revision
+from mstore.terms.errors import BadRequest, MstoreError
 from mstore.terms.phrases import call, phrase
 
 _CONFIG: Final = "config.json"
@@ -23,50 +28,59 @@ _OF_THE_MODEL: Final = ("dtype", "torch_dtype", "quantization_config", "trust_re
 """Options that are for the model, whether or not its config takes them too."""
 
 
-def from_pretrained(kind: Any, store: Store, revision: Revision, **options: Any) -> Any:
-    """Return a model of a snapshot, as `kind.from_pretrained` makes one of its directory.
+def from_pretrained(kind: Any, source: Snapshot | str, **options: Any) -> Any:
+    """Return what `kind.from_pretrained` makes of a snapshot's directory.
 
-    kind: a class of transformers: `AutoModelForCausalLM`, `LlamaForCausalLM`.
-    options: of `from_pretrained` of transformers: dtype, device_map, num_labels, subfolder.
+    kind: a class with `from_pretrained`: `AutoModelForCausalLM`, `LlamaForCausalLM`,
+    `AutoTokenizer`, `DiffusionPipeline`.
+    source: a snapshot, or its URL, mstore://REF?store=DIRECTORY.
+    options: of `kind.from_pretrained`: dtype, device_map, num_labels, subfolder, variant.
 
-    Reads config.json, generation_config.json, and the tensors that the model needs.  A model whose
-    code is in its own directory cannot be loaded so, and neither can a tokenizer: mount it, or
-    check out these files.
+    Of a model of transformers it reads config.json, generation_config.json, and the tensors that
+    the model needs; its code must be that of transformers.  All else gets a directory in memory
+    (`as_directory`).
 
-    Raises Unavailable (transformers or torch is not installed), NotFound, BadRequest (no config, no
-    weights, or a type of model that transformers does not know), Corrupt, and whatever transformers
-    raises.
+    Raises NotFound, BadRequest (no snapshot; no config, no weights, or a type of model that
+    transformers does not know), Corrupt, and whatever `kind` raises.
     """
-    try:
-        # Imported by name: the library needs no framework, and a test checks that.
-        transformers = import_module("transformers")
-    except ImportError as error:
-        raise Unavailable(
-            "transformers is not installed", hint="pip install transformers"
-        ) from error
-    if not isinstance(store, Store):
-        raise BadRequest(
-            f"the store is an open Store, not {type(store).__name__}",
-            hint="Store.open(PATH)",
-        )
+    with snapshot_at(source) as snapshot:
+        transformers = sys.modules.get("transformers")
+        is_model = transformers is not None and _is_model(kind, transformers)
+        if is_model:
+            return _model(transformers, kind, snapshot, options)
+        # What else transformers makes of a directory needs no weights.
+        is_of_transformers = str(kind.__module__).partition(".")[0] == "transformers"
+        with as_directory(
+            snapshot, variant=options.get("variant"), weights=not is_of_transformers
+        ) as directory:
+            return kind.from_pretrained(str(directory), **options)
+
+
+def _is_model(kind: Any, transformers: Any) -> bool:
+    if getattr(kind, "_model_mapping", None) is not None:
+        return True
+    return isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+
+
+def _model(transformers: Any, kind: Any, snapshot: Snapshot, options: dict[str, Any]) -> Any:
+    """Return a model of transformers, whose tensors come without files."""
     is_auto = getattr(kind, "_model_mapping", None) is not None
-    if not (is_auto or issubclass(kind, transformers.PreTrainedModel)):
-        raise BadRequest(
-            f"{kind.__name__} makes no model, and reads files: check them out",
-            hint=call("checkout", str(revision), "DIR"),
-        )
-    files = _Files(store[revision], options.pop("subfolder", ""))
+    revision = snapshot.id.short
+    files = _Files(snapshot, options.pop("subfolder", ""))
     given, wants_info = options.pop("config", None), options.pop("output_loading_info", False)
     is_ready = isinstance(given, transformers.PreTrainedConfig)
     # For all tensors at once: a hold is a file.
-    with store.hold(files.snapshot), files.open(None if is_ready else _CONFIG) as place:
+    with (
+        snapshot._store.hold(snapshot),
+        files.open(None if is_ready else _CONFIG) as place,
+    ):
         if is_auto and not is_ready:
-            _require_type(transformers, files.fields(_CONFIG), str(revision))
+            _require_type(transformers, files.fields(_CONFIG), revision)
             given, options = _config(transformers, place, options)
         elif given is None:
             given = place
         if is_auto:
-            kind, given = _class(kind, given, str(revision))
+            kind, given = _class(kind, given, revision)
         weights = _weights(files, options.pop("variant", None), given)
         failed: list[MstoreError] = []
         state = {name: _Late(part, failed) for name, part in weights.items()}
