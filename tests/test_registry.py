@@ -313,7 +313,7 @@ def test_large_blobs_go_in_chunks(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("oci://nohost", "names no host|no host"),
+        ("oci://nohost", "'nohost' is no host"),
         ("oci://org/model", "no host of a registry"),
         ("oci://h.example/Model", "no repository"),
         ("oci://h.example/../x", "no repository"),
@@ -357,6 +357,13 @@ def test_what_is_not_there(proxy: Proxy, server: Registry, store: Store, name: s
     with pytest.raises(BadRequest, match="nothing like private"):
         store.export("x", f"oci://{proxy.host}/{name}:v1", private=True)
     assert not store.ref_ids()
+
+
+def test_docker_hub_is_suggested(store: Store) -> None:
+    """An address without a host is taken for one of Docker Hub that is not written out."""
+    with pytest.raises(BadRequest) as refused:
+        store.add("oci://ai/gemma:2", name="x")
+    assert "oci://docker.io/ai/gemma:2" in str(refused.value.hint)
 
 
 def test_nobody_answers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ _TO_FINISH: Final = 900.0
 _PIECE: Final = 1 << 20
 _MOST_SKIPPED: Final = 64 << 20
 """Bytes of an answer that are not kept, where a registry sends whole blobs for ranges."""
+_CERTIFICATE: Final = "CERTIFICATE_VERIFY_FAILED"
 _CODE: Final = re.compile(r"[A-Z][A-Z_]{1,60}")
 _CHALLENGE: Final = re.compile(r'([A-Za-z_]+)="([^"]*)"')
 _AGAIN: Final = "run the command again: it goes on with what arrived"
@@ -474,8 +475,9 @@ class Registry:
                 httpx2 = library()
                 try:
                     self._http.get(f"{self._base}/v2/")
-                except httpx2.TransportError:
-                    self._base = f"http://{server}"
+                except httpx2.TransportError as error:
+                    if _CERTIFICATE not in str(error):
+                        self._base = f"http://{server}"
             return self._base
 
     def _authorized(self, challenge: str, scopes: Sequence[str]) -> str | None:
@@ -589,11 +591,15 @@ class Registry:
         if isinstance(error, MstoreError):
             return error
         if not isinstance(error, _Refused):
-            kind = type(error).__name__
+            # Of other errors the text may hold a part of a request or of an answer.
+            why = str(error) if isinstance(error, library().ConnectError) else type(error).__name__
+            is_trusted = _CERTIFICATE not in why
             return Unavailable(
-                f"the registry at {self.address.host} does not answer ({kind})",
+                f"the registry at {self.address.host} does not answer: {why}",
                 where=self.shown,
-                hint=_AGAIN,
+                hint=_AGAIN
+                if is_trusted
+                else "SSL_CERT_FILE names a file with the certificates that you trust",
             )
         if error.status in (401, 403):
             return self._login(f"the registry does not let this user do that ({error})")
@@ -637,7 +643,9 @@ def _wait(error: Exception, number: int) -> float | None:
         told = error.after
         wait = float(told) if told.isdigit() else float(2**number) / 4
         return wait if wait <= _LONGEST_WAIT else None
-    return float(2**number) / 4 if _is_ours(error) else None
+    if not _is_ours(error) or _CERTIFICATE in str(error):
+        return None
+    return float(2**number) / 4
 
 
 def _is_ours(error: Exception) -> bool:
