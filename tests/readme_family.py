@@ -1,12 +1,19 @@
-"""The three checkpoints that the README's transcript works on, small and always the same."""
+"""The three models that the README's transcript works on, small and always the same.
+
+    python tests/readme_family.py PORT     serves them as the Hub does, until it is ended
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from hub import Hub, directory_files
 from safetensors.numpy import save_file
 
 SHAPES = {
@@ -25,6 +32,30 @@ CHANGES = {
     },
     "math": {"model.layers.1.mlp.up_proj.weight": 4e-3, "lm_head.weight": 1e-4},
 }
+
+
+MODELS = {
+    "llama": "Qwen/Qwen2.5-0.5B",
+    "code": "Qwen/Qwen2.5-Coder-0.5B",
+    "math": "Qwen/Qwen2.5-0.5B-Instruct",
+}
+"""What the README calls them on the Hub."""
+
+
+def on_hub(root: Path, port: int = 0) -> Hub:
+    """A Hub that has them, with cards; `root` gets their files."""
+    root.mkdir(exist_ok=True)
+    write(root)
+    made = Hub(port)
+    made.xet = root / "cas"
+    for name, model in MODELS.items():
+        card = {"license": "apache-2.0"}
+        if name != "llama":
+            card["base_model"] = MODELS["llama"]
+        matter = "".join(f"{key}: {value}\n" for key, value in card.items())
+        (root / name / "README.md").write_text(f"---\n{matter}---\n")
+        made.model(model, directory_files(root / name), card=card)
+    return made
 
 
 def write(root: Path) -> None:
@@ -46,3 +77,11 @@ def _save(directory: Path, tensors: dict[str, np.ndarray]) -> None:
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     config = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(config))
+
+
+if __name__ == "__main__":
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        on_hub(Path(directory), int(sys.argv[1])).running(),
+    ):
+        threading.Event().wait()

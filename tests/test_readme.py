@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import readme_family
 import transcripts
+from hub import environment
 
 from mstore import Store
 
@@ -19,18 +20,25 @@ README = ROOT / "README.md"
 
 
 @pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="the transcript mounts")
-def test_transcript(tmp_path: Path) -> None:
+def test_transcript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command of the README's transcript prints what the README says it prints."""
-    readme_family.write(tmp_path)
+    hub = readme_family.on_hub(tmp_path / "hub")
+    for name, value in environment(hub.url, tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    (tmp_path / "work").mkdir()
     transcript = transcripts.pairs(README.read_text())
     assert len(transcript) >= 8
     try:
-        for command, told in transcript:
-            printed = transcripts.run(command, tmp_path)
-            assert transcripts.steady(printed) == transcripts.steady(told), command
+        with hub.running():
+            for command, told in transcript:
+                printed = transcripts.run(command, tmp_path / "work").replace(hub.url, "HUB")
+                assert transcripts.steady(printed) == transcripts.steady(
+                    told.replace("https://huggingface.co", "HUB")
+                ), command
     finally:
-        if os.path.ismount(tmp_path / "mnt"):
-            transcripts.run("mstore unmount mnt", tmp_path)
+        if os.path.ismount(tmp_path / "work" / "mnt"):
+            transcripts.run("mstore unmount mnt", tmp_path / "work")
 
 
 def test_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,9 +46,9 @@ def test_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme_family.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     with Store.init(".mstore") as store:
-        for name in ("llama", "code", "math"):
-            store.add(tmp_path / name, name=name)
-        base = store["llama"].load()
+        for path, name in (("llama", "qwen"), ("code", "coder"), ("math", "instruct")):
+            store.add(tmp_path / path, name=name)
+        base = store["qwen"].load()
     (snippet,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.M | re.S)
     (tmp_path / "snippet.py").write_text(snippet)
     made = runpy.run_path(str(tmp_path / "snippet.py"))

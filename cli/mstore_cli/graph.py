@@ -164,7 +164,7 @@ def how(snapshot: SnapshotReport) -> str:
 def subject(snapshot: SnapshotReport) -> str:
     """Return the first line of the message; without one, where the snapshot came from."""
     if not snapshot.message and snapshot.origin is not None:
-        return f"{snapshot.origin.url} {snapshot.origin.commit}"
+        return f"{snapshot.origin.url} {snapshot.origin.commit[:12]}"
     return snapshot.message.partition("\n")[0]
 
 
