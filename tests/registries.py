@@ -141,8 +141,11 @@ class Registry:
 
 
 @contextmanager
-def registry(directory: Path, auth: str = "") -> Iterator[Registry]:
-    """Start a registry that keeps everything in a new directory below this one."""
+def registry(directory: Path, more: str = "") -> Iterator[Registry]:
+    """Start a registry that keeps everything in a new directory below this one.
+
+    more: the end of its configuration, first of its key `http`.
+    """
     if shutil.which(PROGRAM) is None:
         pytest.skip(f"{PROGRAM} is not installed (scripts/setup)")
     home = directory / "registry"
@@ -152,7 +155,7 @@ def registry(directory: Path, auth: str = "") -> Iterator[Registry]:
         "version: 0.1\n"
         "log: {level: info}\n"
         f"storage: {{filesystem: {{rootdirectory: {home}/data}}, delete: {{enabled: true}}}}\n"
-        f'http: {{addr: "127.0.0.1:0", secret: tests}}\n{auth}'
+        f'http:\n  addr: "127.0.0.1:0"\n  secret: tests\n{more}'
     )
     command = [PROGRAM, "serve", str(config)]
     with started(command, home, r"listening on (127\.0\.0\.1:\d+)") as (host, _):

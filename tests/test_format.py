@@ -853,7 +853,7 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
         handles = {name: env.open_db(name.encode(), reading, create=False) for name in names}
         _, table, memo = page_tables("database", "key", "value", "proof", "what it says")
         assert sorted(names) == sorted(name for name, *_ in table)
-        assert [name for name, *_ in memo] == ["outputs", "requests"]
+        assert [name for name, *_ in memo] == ["outputs", "requests", "digests", "repositories"]
         place = reading.get(pair, db=handles["pairs"])
         batch, offset, length, check = struct.unpack(">III8s", place)
         tables = reading.get(struct.pack(">I", batch), db=handles["tables"])

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import blake3
+import lmdb
 import pytest
 from cli_runs import Program
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -208,6 +210,27 @@ def test_the_repository_of_an_origin_gives_what_it_has(
     assert server.files(f"{name}:v1") == sharded(2)
 
 
+def test_what_is_remembered(proxy: Proxy, store: Store, name: str) -> None:
+    """Rows of digests and repositories are what docs/format.md says."""
+    files = sharded(1)
+    kept(store, files)
+    store.export("x", f"oci://{proxy.host}/{name}:v1", card=False)
+    path = "model-00001-of-00001.safetensors"
+    digest = hashlib.sha256(files[path])
+    parts = store["x"]._view().manifest.file(path).parts
+    content = blake3.blake3(b"".join(part.tensor for part in parts)).digest()
+    place = hashlib.sha256(f"{proxy.host}\nsha256:{digest.hexdigest()}".encode()).digest()
+    store.close()
+    memo = str(store.path / "memo")
+    with lmdb.open(memo, readonly=True, lock=False, max_dbs=16) as env, env.begin() as reading:
+        rows = {
+            table: reading.get(key, db=env.open_db(table.encode(), reading, create=False))
+            for table, key in (("digests", content), ("repositories", place))
+        }
+    assert rows["digests"][:-8] == digest.digest()
+    assert rows["repositories"][:-8] == name.encode()
+
+
 def test_a_wrong_memory_costs_a_request(
     proxy: Proxy, server: Registry, store: Store, name: str, tmp_path: Path
 ) -> None:
@@ -290,7 +313,7 @@ def test_large_blobs_go_in_chunks(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("oci://nohost", "names no host|no host"),
+        ("oci://nohost", "'nohost' is no host"),
         ("oci://org/model", "no host of a registry"),
         ("oci://h.example/Model", "no repository"),
         ("oci://h.example/../x", "no repository"),
@@ -334,6 +357,13 @@ def test_what_is_not_there(proxy: Proxy, server: Registry, store: Store, name: s
     with pytest.raises(BadRequest, match="nothing like private"):
         store.export("x", f"oci://{proxy.host}/{name}:v1", private=True)
     assert not store.ref_ids()
+
+
+def test_docker_hub_is_suggested(store: Store) -> None:
+    """An address without a host is taken for one of Docker Hub that is not written out."""
+    with pytest.raises(BadRequest) as refused:
+        store.add("oci://ai/gemma:2", name="x")
+    assert "oci://docker.io/ai/gemma:2" in str(refused.value.hint)
 
 
 def test_nobody_answers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

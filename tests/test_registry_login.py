@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from registries import PASSWORD, USER, Proxy, Registry, registry_with_password
+from registries import PASSWORD, USER, Proxy, Registry, registry, registry_with_password
 from servers import shown
 from test_hub import sharded
 from test_registry import kept, name, proxy, server, store
@@ -244,3 +245,25 @@ def test_credentials_do_not_show() -> None:
     """No text of credentials has the secret."""
     assert "secret" not in repr(Credentials("ada", "secret")) + str(Credentials("ada", "secret"))
     assert credentials.Credentials("ada", "b").basic == "Basic YWRhOmI="
+
+
+def test_a_certificate_that_nobody_trusts(
+    tmp_path: Path, store: Store, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registry with another certificate is asked by no other way; SSL_CERT_FILE makes it good."""
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    own = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run([*command, *files, *own], check=True, capture_output=True)
+    tls = f"  tls: {{certificate: {tmp_path}/cert.pem, key: {tmp_path}/key.pem}}\n"
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    kept(store, sharded(1))
+    with registry(tmp_path, tls) as server:
+        address = f"oci://localhost:{server.host.rpartition(':')[2]}/{name}:v1"
+        with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED") as refused:
+            store.export("x", address, card=False)
+        assert "SSL_CERT_FILE" in str(refused.value.hint)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        store.export("x", address, card=False)
+        store.add(address, name="y")
+    assert store["y"].manifest == store["x"].manifest

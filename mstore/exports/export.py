@@ -114,6 +114,8 @@ def export(
     try:
         changes = place.compare(outgoing)
         to_send = sum(file.size for file in changes.to_send)
+        # Whoever is killed while files go does not read them all again.
+        memo.flush()
         if not dry_run:
             sent = place.send(outgoing, changes, ProgressCounter("export", to_send, progress))
     finally:

@@ -60,7 +60,10 @@ class ArtifactAddress(msgspec.Struct, frozen=True):
                 hint=f"docker login {host.rpartition('@')[2] or 'HOST'}",
             )
         if not slash or not _HOST.fullmatch(host):
-            raise _bad(text, f"{host!r} is no host of a registry" if host else "it names no host")
+            refused = _bad(text, f"{host!r} is no host of a registry" if host else "it has no host")
+            if slash and _PART.fullmatch(host):
+                refused.advise(f"{_EXAMPLES}; of Docker Hub: oci://docker.io/{host}/{rest}")
+            raise refused
         rest, at, digest = rest.partition("@")
         repository, colon, tag = rest.partition(":")
         if host in _DOCKER_HUB:

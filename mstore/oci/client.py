@@ -36,7 +36,12 @@ _BUSY: Final = frozenset({408, 429, 500, 502, 503, 504})
 _TRIES: Final = 6
 _LONGEST_WAIT: Final = 300.0
 """Seconds.  A registry that asks for more is told to the user."""
+_TO_FINISH: Final = 900.0
+"""Seconds.  At the end of an upload, a registry may read all of the blob again."""
 _PIECE: Final = 1 << 20
+_MOST_SKIPPED: Final = 64 << 20
+"""Bytes of an answer that are not kept, where a registry sends whole blobs for ranges."""
+_CERTIFICATE: Final = "CERTIFICATE_VERIFY_FAILED"
 _CODE: Final = re.compile(r"[A-Z][A-Z_]{1,60}")
 _CHALLENGE: Final = re.compile(r'([A-Za-z_]+)="([^"]*)"')
 _AGAIN: Final = "run the command again: it goes on with what arrived"
@@ -95,6 +100,7 @@ class Registry:
     def __init__(self, address: ArtifactAddress, *, patience: float = 60.0) -> None:
         httpx2 = library()
         self.address = address
+        self._patience = patience
         self._http: Any = httpx2.Client(
             timeout=patience,
             follow_redirects=True,
@@ -219,6 +225,13 @@ class Registry:
                     self._require(answer, 200, 206)
                     # Some proxies send the whole blob.
                     skip = 0 if answer.status_code == 206 else offset
+                    if skip > _MOST_SKIPPED:
+                        raise Unavailable(
+                            "the registry sends no ranges of blobs",
+                            where=self.shown,
+                            hint=f"oras pull -o DIR {str(self.address).partition(':')[2]}, and add "
+                            "the directory",
+                        )
                     for piece in answer.iter_bytes(_PIECE):
                         kept = piece[skip:]
                         skip -= len(piece) - len(kept)
@@ -282,9 +295,17 @@ class Registry:
 
     def upload(self, blob: Upload, tick: Callable[[int], None]) -> None:
         """Send a blob.  tick: called with the bytes that the registry has more than ever before."""
+        most = 0
+
+        def reached(at: int) -> None:
+            nonlocal most
+            if at > most:
+                tick(at - most)
+                most = at
+
         for left in reversed(range(3)):
             try:
-                self._upload(blob, tick)
+                self._upload(blob, reached)
             except _Refused as error:
                 # After a break, some registries have a part twice.
                 if error.status not in (400, 404, 416) or not left:
@@ -292,30 +313,28 @@ class Registry:
                 continue
             return
 
-    def _upload(self, blob: Upload, tick: Callable[[int], None]) -> None:
+    def _upload(self, blob: Upload, reached: Callable[[int], None]) -> None:
         place = self._begin()
-        at = most = 0
-        failures = 0
+        at = failures = 0
         while blob.size > CHUNK_BYTES and at < blob.size:
             data = blob.read(at, min(CHUNK_BYTES, blob.size - at))
             try:
                 place, at = self._send_chunk(place, at, data)
                 failures = 0
             except Exception as error:
+                if not _is_ours(error):
+                    raise
                 wait = _wait(error, failures)
                 failures += 1
                 is_over = isinstance(error, _Refused) and error.status in (404, 416)
                 if failures == _TRIES or (wait is None and not is_over):
-                    if isinstance(error, _Refused):
-                        raise
                     raise self._told(error) from error
                 time.sleep(wait or 0.0)
                 place, at = self._where(place) or (self._begin(), 0)
-            tick(max(0, at - most))
-            most = max(most, at)
+            reached(at)
         rest = b"" if blob.size > CHUNK_BYTES else blob.read(0, blob.size)
         self._finish(place, blob, rest)
-        tick(blob.size - most)
+        reached(blob.size)
 
     def _begin(self) -> str:
         """Begin an upload; return its address."""
@@ -359,17 +378,25 @@ class Registry:
         for number in range(_TRIES):
             try:
                 with self._answer(
-                    "PUT", place, query=query, headers=headers, content=rest, push=True
+                    "PUT",
+                    place,
+                    query=query,
+                    headers=headers,
+                    content=rest,
+                    push=True,
+                    patience=_TO_FINISH,
                 ) as answer:
                     self._require(answer, 201)
                 return
             except Exception as error:
+                if not _is_ours(error):
+                    raise
                 # The answer may have been lost, and not the blob.
                 if self.has_blob(blob.digest):
                     return
                 wait = _wait(error, number)
                 if wait is None or number == _TRIES - 1:
-                    if isinstance(error, _Refused | MstoreError):
+                    if isinstance(error, _Refused):
                         raise
                     raise self._told(error) from error
                 time.sleep(wait)
@@ -389,17 +416,25 @@ class Registry:
         content: bytes | None = None,
         push: bool = False,
         also: Sequence[str] = (),
+        patience: float | None = None,
     ) -> Iterator[httpx2.Response]:
         """Send a request, with a token if the registry wants one; yield the answer.
 
         place: below the repository, or the address that the registry gave.  also: other
-        repositories that it is about.
+        repositories that it is about.  patience: seconds without a byte; None: the usual ones.
         """
         httpx2 = library()
         base = httpx2.URL(f"{self._server()}/v2/{self.address.repository}/")
         url = base.join(place)
         if query:
             url = url.copy_merge_params(dict(query))
+        if url.scheme == "http" and base.scheme == "https":
+            # What stands behind a proxy that ends TLS may not know that it does.
+            if url.host != base.host:
+                raise Unavailable(
+                    "the registry sends blobs to a place without TLS", where=self.shown
+                )
+            url = url.copy_with(scheme=base.scheme, port=base.port)
         # An address that the registry gave may be elsewhere: no token goes there.
         is_own = (url.scheme, url.netloc) == (base.scheme, base.netloc)
         actions = "pull,push" if push else "pull"
@@ -416,7 +451,9 @@ class Registry:
                 own["Authorization"] = token
             if content is not None or method in ("POST", "PUT", "PATCH"):
                 own["Content-Length"] = str(len(content or b""))
-            with self._http.stream(method, url, headers=own, content=content) as answer:
+            with self._http.stream(
+                method, url, headers=own, content=content, timeout=patience or self._patience
+            ) as answer:
                 if answer.status_code != 401 or not left or not is_own:
                     yield answer
                     return
@@ -438,8 +475,9 @@ class Registry:
                 httpx2 = library()
                 try:
                     self._http.get(f"{self._base}/v2/")
-                except httpx2.TransportError:
-                    self._base = f"http://{server}"
+                except httpx2.TransportError as error:
+                    if _CERTIFICATE not in str(error):
+                        self._base = f"http://{server}"
             return self._base
 
     def _authorized(self, challenge: str, scopes: Sequence[str]) -> str | None:
@@ -553,11 +591,15 @@ class Registry:
         if isinstance(error, MstoreError):
             return error
         if not isinstance(error, _Refused):
-            kind = type(error).__name__
+            # Of other errors the text may hold a part of a request or of an answer.
+            why = str(error) if isinstance(error, library().ConnectError) else type(error).__name__
+            is_trusted = _CERTIFICATE not in why
             return Unavailable(
-                f"the registry at {self.address.host} does not answer ({kind})",
+                f"the registry at {self.address.host} does not answer: {why}",
                 where=self.shown,
-                hint=_AGAIN,
+                hint=_AGAIN
+                if is_trusted
+                else "SSL_CERT_FILE names a file with the certificates that you trust",
             )
         if error.status in (401, 403):
             return self._login(f"the registry does not let this user do that ({error})")
@@ -601,7 +643,9 @@ def _wait(error: Exception, number: int) -> float | None:
         told = error.after
         wait = float(told) if told.isdigit() else float(2**number) / 4
         return wait if wait <= _LONGEST_WAIT else None
-    return float(2**number) / 4 if _is_ours(error) else None
+    if not _is_ours(error) or _CERTIFICATE in str(error):
+        return None
+    return float(2**number) / 4
 
 
 def _is_ours(error: Exception) -> bool:
