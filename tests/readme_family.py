@@ -1,11 +1,12 @@
 """The three models that the README's transcript works on, small and always the same.
 
-    python tests/readme_family.py PORT     serves them as the Hub does, until it is ended
+python tests/readme_family.py PORT     serves them as the Hub does, until it is ended
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import transcripts
 from hub import Hub, directory_files
 from safetensors.numpy import save_file
 
@@ -40,6 +42,16 @@ MODELS = {
     "math": "Qwen/Qwen2.5-0.5B-Instruct",
 }
 """What the README calls them on the Hub."""
+
+
+def without_hub(page: str) -> list[tuple[str, str]]:
+    """The README's commands with what they print, for directories that `write` made."""
+    for name, model in MODELS.items():
+        page = page.replace(f"hf://{model} ", f"{name} ")
+    for name, called in {"llama": "qwen", "code": "coder", "math": "instruct"}.items():
+        page = re.sub(rf"\b{called}\b", name, page)
+    page = re.sub(r" https://huggingface\.co/\S+ \S+$", "", page, flags=re.MULTILINE)
+    return [one for one in transcripts.pairs(page) if not one[0].startswith("mstore export")]
 
 
 def on_hub(root: Path, port: int = 0) -> Hub:

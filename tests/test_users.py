@@ -14,9 +14,10 @@ import pytest
 import readme_family
 from other_users import User, World, why_not, world
 from test_readme import README
-from transcripts import pairs, steady
+from transcripts import steady
 
 REASON = why_not()
+TRANSCRIPT = readme_family.without_hub(README.read_text())
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 TEAM = 61000
 ALICE, BOB, CAROL, DAVE = 61001, 61002, 61003, 61004
@@ -137,7 +138,7 @@ def unshared(root: Path) -> list[str]:
 
 def fill(place: World, user: User, at: Path, store: Path | None = None) -> None:
     """The writing part of the transcript, by one user."""
-    writing = tuple(one for one, _ in pairs(README.read_text()) if one.startswith(WRITING))
+    writing = tuple(one for one, _ in TRANSCRIPT if one.startswith(WRITING))
     for status, command, printed in together(place, user, writing, at, store):
         assert status == 0, (command, printed)
 
@@ -164,7 +165,7 @@ def reads(place: World, reader: User, store: Path) -> None:
     at = reader.home
     before = everything(store)
     try:
-        for command, told in pairs(README.read_text()):
+        for command, told in TRANSCRIPT:
             if not command.startswith(WRITING):
                 printed = done(place, reader, command, at, store)
                 assert steady(printed.replace(f"{at}/", "")) == steady(told), command
@@ -385,7 +386,7 @@ def test_a_team(place: World, alice: User, bob: User, carol: User) -> None:
     store = at / ".mstore"
     turns = {"mstore init": alice, "mstore add llama": alice, "mstore add code": bob}
     turns |= {"mstore add math": alice, "mstore merge": bob, "mstore log": alice}
-    for command, told in pairs(README.read_text()):
+    for command, told in TRANSCRIPT:
         user = next((who for words, who in turns.items() if command.startswith(words)), bob)
         line = command.replace("mstore init", "mstore init --shared group")
         printed = done(place, user, line, at, store)
@@ -495,7 +496,7 @@ def test_a_home_that_cannot_be_written(place: World) -> None:
     dave = place.user(DAVE, home=False)
     at = shop(place, "homeless", dave, dave.number, 0o755)
     fill(place, dave, at)
-    for command, told in pairs(README.read_text()):
+    for command, told in TRANSCRIPT:
         if not command.startswith(WRITING):
             printed = done(place, dave, command, at)
             assert steady(printed.replace(f"{at}/", "")) == steady(told), command

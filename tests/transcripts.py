@@ -19,7 +19,7 @@ from pathlib import Path
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What differs from run to run: ids, durations, times.
 VOLATILE = (
-    (re.compile(r"\b[0-9a-f]{12}(?:[0-9a-f]{52})?\b"), "<id>"),
+    (re.compile(r"\b[0-9a-f]{12}(?:[0-9a-f]{28}|[0-9a-f]{52})?\b"), "<id>"),
     (re.compile(r"\b\d+\.\d\d? s\b"), "<time>"),
     (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)?"), "<date>"),
 )
