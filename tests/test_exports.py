@@ -231,12 +231,13 @@ def test_branches(x: str, hub: Hub, store: Store) -> None:
     """A branch that is missing begins at the main one, which stays as it is."""
     there = hub.model("org/there", {"old.txt": b"old"})
     main = there.refs["main"]
-    store.export(x, "hf://org/there", branch="v2")
+    assert store.export(x, "hf://org/there", branch="v2", dry_run=True).is_new
+    assert store.export(x, "hf://org/there", branch="v2").is_new
     assert there.refs["main"] == main
     assert there.parents[there.refs["v2"]] == main
     assert "model-00001-of-00001.safetensors" in there.tip("v2")
     again = store.export(x, "hf://org/there@v2")
-    assert again.bytes_to_send == 0
+    assert (again.bytes_to_send, again.is_new) == (0, False)
     with pytest.raises(BadRequest):
         store.export(x, "hf://org/there@v2", branch="v3")
     with pytest.raises(BadRequest):
@@ -262,6 +263,15 @@ def test_private(x: str, hub: Hub, store: Store) -> None:
     hub.model("org/there", {"old.txt": b"old"})
     with pytest.raises(Conflict, match="public"):
         store.export(x, "hf://org/there", private=True)
+
+
+def test_a_virtual_merge(hub: Hub, store: Store, tmp_path: Path) -> None:
+    """A merge that is computed on read goes with the bytes that it has when it is computed."""
+    own = merged(hub, store, tmp_path)
+    request = MergeRequest(base="base", experts=["math", "code"], method="linear")
+    store.merge(store.plan(request), name="virtual", virtual=True)
+    store.export("virtual", "hf://org/copy", card=False)
+    assert hub.models["org/copy"].tip() == own
 
 
 def test_one_model_of_a_pipeline(hub: Hub, store: Store) -> None:

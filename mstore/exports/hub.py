@@ -163,9 +163,8 @@ class HubDestination:
             else:
                 (same if _is_same(file, found) else changed).append(file)
         removed = sorted(listed.keys() - _KEPT)
-        return ChangesThere(
-            there is None, tuple(added), tuple(changed), tuple(same), tuple(removed)
-        )
+        is_new = there is None or not self._has_branch
+        return ChangesThere(is_new, tuple(added), tuple(changed), tuple(same), tuple(removed))
 
     def _there(self) -> HubRepository | None:
         """Return the repository as the branch has it, or will begin; None if there is none."""

@@ -1,7 +1,7 @@
 """What `from_pretrained` makes of a snapshot: no mount, no second copy on disk.
 
 A model of transformers gets its tensors one by one, and no files.  Other classes take directories
-only, and get one in memory (`directory`); why: docs/design/052-loading-by-others.md.
+only, and get one in memory (`directory`); why: docs/design/053-loading-by-others.md.
 """
 
 from __future__ import annotations
