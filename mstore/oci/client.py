@@ -17,8 +17,8 @@ from mstore.oci.address import ArtifactAddress, is_digest
 from mstore.oci.connection import (
     BUSY,
     TRIES,
-    Connection,
-    Refused,
+    RegistryConnection,
+    RequestRefused,
     is_of_request,
     limited,
     wait_for,
@@ -71,7 +71,7 @@ class Registry:
 
     def __init__(self, address: ArtifactAddress, *, patience: float = 60.0) -> None:
         self.address = address
-        self._connection = Connection(address, patience)
+        self._connection = RegistryConnection(address, patience)
         self._answer = self._connection.answer
         self._asked = self._connection.asked
         self._require = self._connection.require
@@ -279,7 +279,7 @@ class Registry:
         for left in reversed(range(3)):
             try:
                 self._upload(blob, reached)
-            except Refused as error:
+            except RequestRefused as error:
                 # After a break, some registries have a part twice.
                 if error.status not in (400, 404, 416) or not left:
                     raise self._told(error) from error
@@ -299,7 +299,7 @@ class Registry:
                     raise
                 wait = wait_for(error, failures)
                 failures += 1
-                is_over = isinstance(error, Refused) and error.status in (404, 416)
+                is_over = isinstance(error, RequestRefused) and error.status in (404, 416)
                 if failures == TRIES or (wait is None and not is_over):
                     raise self._told(error) from error
                 time.sleep(wait or 0.0)
@@ -345,7 +345,7 @@ class Registry:
         return self._asked(ask)
 
     def _finish(self, place: str, blob: Upload, rest: bytes) -> None:
-        """Close an upload with its last bytes; also where an answer was lost.  Raises Refused."""
+        """Close an upload with its last bytes; also where an answer was lost.  Raises RequestRefused."""
         headers = {"Content-Type": "application/octet-stream"}
         query = {"digest": blob.digest}
         for number in range(TRIES):
@@ -369,7 +369,7 @@ class Registry:
                     return
                 wait = wait_for(error, number)
                 if wait is None or number == TRIES - 1:
-                    if isinstance(error, Refused):
+                    if isinstance(error, RequestRefused):
                         raise
                     raise self._told(error) from error
                 time.sleep(wait)

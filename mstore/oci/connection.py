@@ -47,7 +47,7 @@ def library() -> Any:
     return httpx2
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """An answer that is none of those that were asked for."""
 
     def __init__(self, response: httpx2.Response, code: str) -> None:
@@ -57,10 +57,10 @@ class Refused(Exception):
         self.after = str(response.headers.get("Retry-After", ""))
 
 
-class Connection:
+class RegistryConnection:
     """Requests about the repository of an address, at its registry.  Safe for any thread.
 
-    Requests raise Refused, and errors of httpx2, for `asked` to try again or to tell; and
+    Requests raise RequestRefused, and errors of httpx2, for `asked` to try again or to tell; and
     Unavailable where the registry wants a login that this user has not.
     """
 
@@ -241,14 +241,14 @@ class Connection:
         raise AssertionError("the last try returns or raises")
 
     def require(self, answer: httpx2.Response, *expected: int) -> None:
-        """Raise Refused unless an answer has one of these statuses."""
+        """Raise RequestRefused unless an answer has one of these statuses."""
         if answer.status_code in expected:
             return
         code = ""
         with suppress(msgspec.MsgspecError, ValueError, RecursionError, TypeError, KeyError):
             told = msgspec.json.decode(limited(answer, _MOST_ANSWER) or b"")
             code = str(told["errors"][0]["code"])
-        raise Refused(answer, code if _CODE.fullmatch(code) else "")
+        raise RequestRefused(answer, code if _CODE.fullmatch(code) else "")
 
     @property
     def shown(self) -> str:
@@ -263,7 +263,7 @@ class Connection:
         """Return an error of a request as ours."""
         if isinstance(error, MstoreError):
             return error
-        if not isinstance(error, Refused):
+        if not isinstance(error, RequestRefused):
             # Of other errors the text may hold a part of a request or of an answer.
             why = str(error) if isinstance(error, library().ConnectError) else type(error).__name__
             is_trusted = _CERTIFICATE not in why
@@ -298,7 +298,7 @@ def limited(answer: httpx2.Response, most: int) -> bytes | None:
 
 def wait_for(error: Exception, number: int) -> float | None:
     """Return how many seconds to wait before the next try; None if no try would help."""
-    if isinstance(error, Refused):
+    if isinstance(error, RequestRefused):
         if error.status not in BUSY:
             return None
         told = error.after
@@ -311,4 +311,4 @@ def wait_for(error: Exception, number: int) -> float | None:
 
 def is_of_request(error: Exception) -> bool:
     """Return whether an error is one of a request, and not of what `tick` or a reader raises."""
-    return isinstance(error, Refused | library().HTTPError | library().InvalidURL)
+    return isinstance(error, RequestRefused | library().HTTPError | library().InvalidURL)
