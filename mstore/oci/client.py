@@ -345,7 +345,10 @@ class Registry:
         return self._asked(ask)
 
     def _finish(self, place: str, blob: Upload, rest: bytes) -> None:
-        """Close an upload with its last bytes; also where an answer was lost.  Raises RequestRefused."""
+        """Close an upload with its last bytes; also where an answer was lost.
+
+        Raises RequestRefused.
+        """
         headers = {"Content-Type": "application/octet-stream"}
         query = {"digest": blob.digest}
         for number in range(TRIES):
