@@ -146,7 +146,9 @@ def test_no_password_goes_to_a_service_without_tls(
     registry = client.Registry(ArtifactAddress.parse("oci://h.example/x"))
     for realm in ("http://tokens.example/t", "file:///etc/passwd", "", "//tokens.example"):
         with pytest.raises(Unavailable, match="without TLS"):
-            registry._authorized(f'Bearer realm="{realm}",service="s"', ("repository:x:pull",))
+            registry._connection._authorized(
+                f'Bearer realm="{realm}",service="s"', ("repository:x:pull",)
+            )
 
 
 def test_a_token_goes_to_the_registry_alone(
