@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import signal
@@ -184,6 +185,60 @@ def test_killed_at_random_and_resumed(
     # One blob is the config.
     assert len(sent) - 1 == len(files) - len(arrived)
     assert server.files(f"{name}:v1") == files
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seed", range(3))
+def test_an_add_that_is_killed_goes_on(
+    seed: int, proxy: Proxy, server: Registry, store: Store, name: str, tmp_path: Path
+) -> None:
+    """A killed add leaves a sound store, and the next one does not bring again what arrived."""
+    files = sharded(8)
+    kept(store, files)
+    store.export("x", f"oci://{proxy.host}/{name}:v1", card=False)
+    whole = {f"sha256:{hashlib.sha256(files[path]).hexdigest()}": path for path in files}
+    large = [one for one, path in whole.items() if path.endswith(".safetensors")]
+    stop_at = random.Random(seed).randrange(1, 8)
+    killed = threading.Event()
+    begun: list[str] = []
+
+    def fault(method: str, path: str, number: int) -> None:
+        digest = path.rpartition("/")[2]
+        if method == "GET" and digest in large:
+            # Each is asked for its header, and then for its data.
+            begun.append(digest)
+            if len([one for one in large if begun.count(one) > 1]) > stop_at:
+                killed.wait(60)
+
+    proxy.fault = fault
+    root = tmp_path / "other"
+    Store.init(root, block_size=BLOCK).close()
+    words = ["--store", str(root), "add", f"oci://{proxy.host}/{name}:v1", "--name", "y"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mstore_cli", *words],
+        env=os.environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while process.poll() is None and (
+            len([one for one in large if begun.count(one) > 1]) <= stop_at
+        ):
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        proxy.fault = lambda *_: None
+        killed.set()
+    proxy.log.clear()
+    with Store.open(root) as other:
+        assert "y" not in other.ref_ids()
+        other.add(f"oci://{proxy.host}/{name}:v1", name="y")
+        assert {path: other["y"].read(path) for path in files} == files
+        assert not other.fsck(read_data=True).problems
+    asked = [one.path.rpartition("/")[2] for one in proxy.log if one.method == "GET"]
+    again = [one for one in large if asked.count(one) > 1]
+    assert len(again) <= 8 - stop_at
 
 
 def test_an_error_in_a_file_ends_the_others(
