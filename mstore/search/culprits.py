@@ -26,7 +26,7 @@ class Answer(enum.Enum):
 
     GOOD = "good"
     BAD = "bad"
-    SKIPPED = "skipped"
+    SKIPPED = "skip"
 
 
 class Found(msgspec.Struct, Generic[Unit], frozen=True):
