@@ -304,6 +304,13 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "copy": keys_of(reports.CopyReport),
     "bundle create": keys_of(reports.BundleReport),
     "eval": keys_of(reports.EvaluationReport),
+    "bisect": keys_of(reports.BisectReport),
+    **{
+        f"bisect {word}": keys_of(reports.BisectReport)
+        for word in ("start", "good", "bad", "skip", "run", "replay")
+    },
+    "bisect log": keys_of(reports.BisectLog),
+    "bisect reset": (Key("ended", "true or false", "whether a bisection went on"),),
     "gate": (
         Key("candidates", "list of candidate", "by time"),
         Key("required_gates", "object", "names of gates by pattern of refs"),

@@ -53,6 +53,7 @@ from mstore.remotes.push import PushReport
 from mstore.remotes.registry import RemoteContents, RemoteRef, RemoteReport
 from mstore.remotes.tracking import MovedRef
 from mstore.remotes.usage import RemoteRefUsage, RemoteUsageReport
+from mstore.search.bisect import BisectLog, BisectMark, BisectReport, CulpritReport
 from mstore.snapshots.add import AddReport
 from mstore.snapshots.checkout import CheckoutReport
 from mstore.snapshots.diff import DiffReport, FileDiff, TensorDiff
@@ -102,6 +103,9 @@ __all__ = [
     "AlignedModel",
     "AnalyzeReport",
     "BackupReport",
+    "BisectLog",
+    "BisectMark",
+    "BisectReport",
     "BlameReport",
     "BundleReport",
     "CandidateReport",
@@ -119,6 +123,7 @@ __all__ = [
     "CompatibilityFinding",
     "CompatibilityReport",
     "CopyReport",
+    "CulpritReport",
     "DiffReport",
     "DirectoryDiffReport",
     "DropReport",

@@ -75,7 +75,7 @@ class Searching(Judging):
         command, timeout, show, output: as for `evaluate`.  Its exit status says what it found, as
         for `git bisect run`: 0 good, 125 cannot be judged, others up to 127 bad.  If 126 or 127 is
         the first, a good snapshot is tried, too, and must give another.
-        tell: called with the report after each try, and the exit status.
+        tell: called after each try, with the report that named it, and the exit status.
 
         Raises CommandFailed (any other status, a signal, or it hangs; what was marked stays),
         WrongCommand, NotFound, BadRequest, Conflict (another process goes on with it).

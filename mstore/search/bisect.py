@@ -396,7 +396,7 @@ class Bisection:
         """Try what is to be tried until the end.
 
         try_: runs a command on a snapshot and returns its exit status: 0 is good, 125 cannot be
-        judged, others to 127 are bad. tell: is called with each report and the status before it.
+        judged, others to 127 are bad. tell: is called with the report of what was tried, and the status.
 
         Raises BisectStopped for other statuses, and for 126 and 127 if a good snapshot gives the
         same: then what was marked stays. Raises what `try_` raises, and Conflict if another process
@@ -421,8 +421,8 @@ class Bisection:
                     ended = f"status {status}" if status > 0 else f"signal {-status}"
                     raise BisectStopped(f"the command ended with {ended}", where=snapshot.short)
                 answer = {0: Answer.GOOD, 125: Answer.SKIPPED}.get(status, Answer.BAD)
-                told = self.mark(answer)
                 tell(told, status)
+                told = self.mark(answer)
             if told.lacks is not None:
                 raise BadRequest(
                     "no snapshot is marked as good yet", hint=call("bisect_good", "REF")

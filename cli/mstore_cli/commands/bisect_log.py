@@ -1,0 +1,27 @@
+"""`mstore bisect log`: what was said so far."""
+
+from __future__ import annotations
+
+from mstore_cli.command import command
+from mstore_cli.output import Screen, short
+from mstore_cli.session import Session
+
+
+@command(example="mstore bisect log > bisect.log")
+def bisect_log(session: Session) -> None:
+    """Print what is bisected, and what was said, as commands.
+
+    Change a line that is wrong, then: mstore bisect reset; mstore bisect replay FILE.
+    """
+    with session.open() as store:
+        log = store.bisect_log()
+
+    def human(screen: Screen) -> None:
+        screen.line(f"# bad: {log.snapshot.hex()} {log.name}")
+        options = "".join(f" --{one}" for one in log.by)
+        screen.line(f"mstore bisect start {short(log.snapshot)}{options}")
+        for mark in log.marks:
+            of = "" if mark.snapshot is None else f" {short(mark.snapshot)}"
+            screen.line(f"mstore bisect {mark.answer}{of}")
+
+    session.output.emit(log, ids=[log.snapshot], human=human)
