@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mstore.terms.phrases import few
 from mstore_cli.errors import Ended
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -101,6 +102,6 @@ def _units(units: tuple[tuple[str | None, str | None], ...]) -> str:
         by_expert.setdefault(expert, []).extend([] if layer is None else [layer])
     named = []
     for expert, layers in by_expert.items():
-        listed = ", ".join(layers)
+        listed = few(layers)
         named.append(listed if expert is None else f"{expert} in {listed}" if layers else expert)
     return "; ".join(named)

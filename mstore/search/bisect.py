@@ -317,9 +317,8 @@ class _Units:
             rest = None if found.rest is None else found.rest.value
             return replace(report, is_done=True, culprits=culprits, rest=rest)
         self._show(found)
-        return replace(
-            report, next=CANDIDATE, left=len(self._units), tried=tuple(map(self._named, found))
-        )
+        tried = tuple(self._named(one) for one in self._units if one in found)
+        return replace(report, next=CANDIDATE, left=len(self._units), tried=tried)
 
     def _named(self, unit: Unit) -> tuple[str | None, str | None]:
         expert = None if unit.expert is None else self._sources.experts[unit.expert].name
@@ -396,7 +395,8 @@ class Bisection:
         """Try what is to be tried until the end.
 
         try_: runs a command on a snapshot and returns its exit status: 0 is good, 125 cannot be
-        judged, others to 127 are bad. tell: is called with the report of what was tried, and the status.
+        judged, others to 127 are bad. tell: is called with the report of what was tried, and the
+        status.
 
         Raises BisectStopped for other statuses, and for 126 and 127 if a good snapshot gives the
         same: then what was marked stays. Raises what `try_` raises, and Conflict if another process
