@@ -29,7 +29,7 @@ from mstore.terms.report import html
 __all__ = ["Snapshot", "Store"]
 
 
-class Store(Reading, Adding, Merging, Naming, Exchanging, Keeping, Searching):
+class Store(Reading, Adding, Searching, Merging, Naming, Exchanging, Keeping):
     """An open store.  Use it as a context manager, or call `close`.
 
     Iterating gives the names of its branches and tags.
