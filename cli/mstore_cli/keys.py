@@ -304,6 +304,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "copy": keys_of(reports.CopyReport),
     "bundle create": keys_of(reports.BundleReport),
     "eval": keys_of(reports.EvaluationReport),
+    "search": keys_of(reports.SearchReport),
     "bisect": keys_of(reports.BisectReport),
     **{
         f"bisect {word}": keys_of(reports.BisectReport)

@@ -47,6 +47,7 @@ _FLAGS: Final[Mapping[str, str]] = {
     "max_sparse_bytes": "--max-sparse",
     "output": "-o",
     "parameters": "--param",
+    "report_command": "--report-eval",
     "sources": "--from",
     "vocabulary": "--vocab",
 }

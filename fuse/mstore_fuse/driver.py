@@ -67,6 +67,7 @@ class MountRequest:
     show_meta: bool = False
     endpoints: tuple[str, ...] = ()
     cache_size: int | None = None
+    keep_again: bool = False
 
 
 class MountInfo(msgspec.Struct, frozen=True):

@@ -216,7 +216,7 @@ def _with_log(request: MountRequest) -> MountRequest:
 
 # -- the daemon's command line ---------------------------------------------------------------------
 
-_SWITCHES = ("foreground", "allow_other", "follow", "show_meta")
+_SWITCHES = ("foreground", "allow_other", "follow", "show_meta", "keep_again")
 
 
 def words(request: MountRequest) -> list[str]:

@@ -53,6 +53,9 @@ class OpenStore:
 
     Set it before anything is read.
     """
+    keep_again: bool = False
+    """Whether `cache/` keeps a computed block when it is computed for the second time, and not for
+    the first: for many virtual merges that are read once, and have few blocks in common."""
 
     def __init__(self, catalog: Catalog) -> None:
         if not isinstance(catalog, Catalog):
@@ -352,6 +355,7 @@ class OpenStore:
                     self._memo,
                     self._cache_on_disk(self._catalog),
                     threads=thread_count(None),
+                    keep_again=lambda: self.keep_again,
                 )
             return self._virtual
 

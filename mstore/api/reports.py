@@ -54,6 +54,7 @@ from mstore.remotes.registry import RemoteContents, RemoteRef, RemoteReport
 from mstore.remotes.tracking import MovedRef
 from mstore.remotes.usage import RemoteRefUsage, RemoteUsageReport
 from mstore.search.bisect import BisectLog, BisectMark, BisectReport, CulpritReport
+from mstore.search.search import FreeNumber, ReportedScore, SearchReport, TrialReport
 from mstore.snapshots.add import AddReport
 from mstore.snapshots.checkout import CheckoutReport
 from mstore.snapshots.diff import DiffReport, FileDiff, TensorDiff
@@ -135,6 +136,7 @@ __all__ = [
     "FetchReport",
     "FileDiff",
     "FileReport",
+    "FreeNumber",
     "GateReport",
     "GcReport",
     "HeldBytes",
@@ -177,8 +179,10 @@ __all__ = [
     "RemoveReport",
     "RepairReport",
     "ReplayReport",
+    "ReportedScore",
     "ReuseReport",
     "ReusedBlocks",
+    "SearchReport",
     "SharedBytes",
     "SignatureReport",
     "SnapshotReport",
@@ -189,6 +193,7 @@ __all__ = [
     "TensorDiff",
     "TensorExplanation",
     "TensorReport",
+    "TrialReport",
     "TruncatedTensor",
     "UnpinReport",
     "UsageReport",

@@ -119,14 +119,19 @@ class Searching(Judging, Merging):
         merger = _Merger(
             self, name, where, revisions, message=message, threads=threads, progress=progress
         )
-        return search.run(
-            self._catalog,
-            merger,
-            show or self._checked_out,
-            restart=restart,
-            output=output,
-            tell=tell or (lambda trial, best: None),
-        )
+        # Most blocks of trials are read once.
+        kept, self.keep_again = self.keep_again, True
+        try:
+            return search.run(
+                self._catalog,
+                merger,
+                show or self._checked_out,
+                restart=restart,
+                output=output,
+                tell=tell or (lambda trial, best: None),
+            )
+        finally:
+            self.keep_again = kept
 
     def bisect_start(
         self,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 
@@ -128,10 +128,23 @@ class _Tensor:
 
 
 class VirtualBlocks:
-    """Computes virtual blocks for the views of one store (`mstore.store.block_cache.Computing`)."""
+    """Computes virtual blocks for the views of one store (`mstore.store.block_cache.Computing`).
 
-    def __init__(self, catalog: Catalog, memo: Memo, cache: DiskCache, *, threads: int) -> None:
+    keep_again: asked for each chunk, whether its blocks are kept when they are computed for the
+    second time, and not for the first; the memo table tells which time it is.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        memo: Memo,
+        cache: DiskCache,
+        *,
+        threads: int,
+        keep_again: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._catalog = catalog
+        self._keep_again = keep_again
         self._kept = KeptBlocks(memo, cache)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "virtual")
@@ -270,11 +283,16 @@ class VirtualBlocks:
         ]
         ids = [BlockId.of(block) for block in blocks]
         row = Remembered.of(task, ids, taken, count_new(loaded, out))
-        self._verify(tensor, number, key, row)
-        made += zip(self._blocks(task, row), blocks, strict=True)
+        is_known = self._verify(tensor, number, key, row)
+        if is_known or not self._keep_again():
+            made += zip(self._blocks(task, row), blocks, strict=True)
         return blocks
 
-    def _verify(self, tensor: _Tensor, number: int, key: bytes, made: Remembered) -> None:
+    def _verify(self, tensor: _Tensor, number: int, key: bytes, made: Remembered) -> bool:
+        """Compare a chunk with what is remembered of it, or remember it; return whether it was.
+
+        Raises Corrupt.
+        """
         known = self._kept.row(key)
         if known is None:
             self._kept.remember(key, made)
@@ -287,6 +305,7 @@ class VirtualBlocks:
                 where=f"plan {tensor.plan.id}, tensor {tensor.task.name}, block {block}",
                 hint=call("fsck", read_data=True),
             )
+        return known is not None
 
     def _load(self, tensor: _Tensor, number: int, scratch: LoadBuffers) -> tuple[bytes, Loaded]:
         """Load a chunk, with its memo key; it is looked up again if its blocks moved meanwhile."""
