@@ -186,9 +186,7 @@ def models_of_template(session: Session, store: Store, recipe: RecipeText) -> di
 
     Adds directories and makes models as `request_of_recipe` does, and warns likewise.
     """
-    from mstore.search.template import read_template
-
-    template = read_template(recipe.text, recipe.where)
+    template = store.read_template(recipe.text, where=recipe.where)
     filled = msgspec.structs.replace(recipe, text=template.fill(template.start()))
     (only,) = documents(filled)
     revisions = _Models(session, store, filled, {}).found(only)

@@ -18,11 +18,40 @@ if TYPE_CHECKING:
     from mstore.judging.evaluation import Show
     from mstore.search.bisect import Bisection, BisectLog, BisectReport
     from mstore.search.search import Merged, SearchReport, TrialReport
+    from mstore.search.template import Template
     from mstore.terms.report import ProgressCallback
 
 
 class Searching(Judging, Merging):
     """Calls that search: for the best merge, and for what broke a model."""
+
+    def read_template(
+        self,
+        text: str,
+        *,
+        where: str = "the recipe",
+        models: Mapping[str, str] | None = None,
+    ) -> Template:
+        """Return a recipe with free numbers, or a config of mergekit-evolve, as `search` reads it.
+
+        Arguments as for `read_recipe`.  `Template.fill` returns a recipe with numbers.
+
+        Raises BadRequest for what is none, NotFound (a model of such a config, whose layers must be
+        counted).
+        """
+        from mstore.merge.recipes.layers import ModelLayers, layers_of
+        from mstore.search.genome import read_template
+        from mstore.store.models import config_of, snapshot_of, tensors_of
+
+        def layers(model: str) -> int | None:
+            revision = (models or {}).get(model, model)
+            snapshot = self._catalog.resolve(snapshot_of(revision))
+            record = self._catalog.manifest(self._catalog.snapshot(snapshot).manifest_id())
+            found = layers_of(config_of(self._catalog, record))
+            layout = ModelLayers.of(tensors_of(self._catalog, record), found)
+            return None if layout.main is None else layout.stacks[layout.main]
+
+        return read_template(text, where, layers)
 
     def search(
         self,
@@ -81,7 +110,6 @@ class Searching(Judging, Merging):
         """
         from mstore.judging.evaluation import Command
         from mstore.search.search import Search
-        from mstore.search.template import read_template
 
         guards = self.required_gates(name)
         if guards:
@@ -95,7 +123,7 @@ class Searching(Judging, Merging):
                 ),
             )
         revisions = dict(models or {})
-        template = read_template(recipe, where)
+        template = self.read_template(recipe, where=where, models=revisions)
         reports = None
         if report_command is not None or report_score is not None:
             reports = Command.of(

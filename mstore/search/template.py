@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 from blake3 import blake3
 
-from mstore.merge.recipes.documents import Entries, Items, Node, Scalar, read_documents
+from mstore.merge.recipes.documents import Entries, Items, Node, Scalar
 from mstore.merge.recipes.recipe import at
 from mstore.terms.errors import BadRequest, did_you_mean
 
@@ -89,6 +89,9 @@ class Template(msgspec.Struct, frozen=True):
     names: Mapping[_Path, str]
     """the name of the free number at each place"""
     remarks: tuple[str, ...] = ()
+    command: str | None = None
+    """a command line that its file names for evaluations, and the score of it"""
+    score: str | None = None
 
     def start(self, experts: Collection[str] | None = None) -> tuple[float, ...]:
         """Return what the numbers are first, with these of the experts; None: all."""
@@ -169,22 +172,6 @@ def _one_of(name: str, members: Sequence[Free]) -> Free:
 # -- reading -----------------------------------------------------------------------------------
 
 
-def read_template(text: str, where: str) -> Template:
-    """Return the template of a recipe.
-
-    where: the name of its file, for errors.
-
-    Raises BadRequest, which names the line, for what is no YAML, for several recipes, and for a
-    range that is none.  What else a recipe must be is known when it is filled in.
-    """
-    documents = read_documents(text, where)
-    if len(documents) != 1:
-        raise BadRequest(
-            f"a search has one recipe, and there are {len(documents)} in it", where=where
-        )
-    return template_of(documents[0], where)
-
-
 def template_of(node: Node, where: str) -> Template:
     """Return the template of a recipe's document."""
     finder = _Finder(where)
@@ -241,6 +228,9 @@ class _Finder:
         if context.is_models and model is not None and context.model is None:
             self.models.append(model)
             return msgspec.structs.replace(context, model=model, layers=_layers(node))
+        sources = next((one for key, one in node.entries if key.value == "sources"), None)
+        if isinstance(sources, Items) and sources.items and isinstance(sources.items[0], Entries):
+            return msgspec.structs.replace(context, layers=_layers(sources.items[0]))
         return context
 
     def _below(self, key: str, node: Node, context: _Context) -> _Context:
@@ -359,7 +349,12 @@ def _scalar(value: object) -> str:
         if not math.isfinite(value):
             return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
         return _number(value)
-    return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        plain = (
+            one if " " <= one <= "~" and one not in '"\\' else f"\\U{ord(one):08x}" for one in value
+        )
+        return f'"{"".join(plain)}"'
+    return json.dumps(value)
 
 
 class _Writer:

@@ -16,6 +16,7 @@ from mstore_cli.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from mstore.api.reports import SearchReport, TrialReport
+    from mstore.search.template import Template
 
 
 @command(
@@ -42,7 +43,7 @@ def search(
         Option("--name", metavar="REF", help="The branch of the best merge.", group=RESULT),
     ],
     eval: Annotated[
-        str,
+        str | None,
         Option(
             "--eval",
             metavar="COMMAND",
@@ -50,9 +51,9 @@ def search(
             "of a trial's merge.",
             group=DECIDES,
         ),
-    ],
+    ] = None,
     score: Annotated[
-        str,
+        str | None,
         Option(
             "--score",
             metavar="[NAME=]FILE:POINTER",
@@ -60,7 +61,7 @@ def search(
             "the command writes.",
             group=DECIDES,
         ),
-    ],
+    ] = None,
     minimize: Annotated[
         bool, Option("--minimize", help="Less is better, as of a loss.", group=DECIDES)
     ] = False,
@@ -140,16 +141,17 @@ def search(
     A search that was stopped goes on where it was: type the same line again. With the same seed,
     jobs and scores it ends with the same merge.
     """
-    words, report_words = _words("--eval", eval), None
-    if report_eval is not None:
-        report_words = _words("--report-eval", report_eval)
     text = RecipeText.read(recipe, strict=False)
+    words = None if eval is None else _words("--eval", eval)
+    report_words = None if report_eval is None else _words("--report-eval", report_eval)
 
     def told(trial: TrialReport, best: TrialReport | None) -> None:
         if session.output.mode is Mode.HUMAN:
             remarks([_line(trial, best)])
 
     with session.open() as store:
+        if words is None or score is None:
+            raise _lacking(store.read_template(text.text, where=text.where), text.where)
         models = models_of_template(session, store, text)
         try:
             report = store.search(
@@ -178,6 +180,17 @@ def search(
         except KeyboardInterrupt as stop:
             raise Interrupted("the same command goes on from what was tried") from stop
     session.output.emit(report, ids=[report.snapshot], human=lambda screen: _draw(screen, report))
+
+
+def _lacking(template: Template, where: str) -> UsageError:
+    """Return what says which command may decide."""
+    command = template.command or "python /path/to/score.py {}"
+    score = template.score or "results.json:loss"
+    told = "" if template.command is None else f", and those of {where} are for a command"
+    return UsageError(
+        f"--eval and --score say how good a merge is{told}",
+        hint=f"add --eval {shlex.quote(command)} --score {shlex.quote(score)}",
+    )
 
 
 def _words(option: str, text: str) -> list[str]:
