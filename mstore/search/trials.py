@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Final
 
@@ -143,11 +143,9 @@ class Trials:
             return [self._done[one] for one in range(number)]
 
     def best(self) -> Trial | None:
-        """Return the trial with the best score, the first of equal ones; None if none has one."""
-        scored = [one for one in self._done.values() if one.score is not None]
-        return max(
-            scored, key=lambda one: (self._signed(one.score or 0.0), -one.number), default=None
-        )
+        """Return the best trial, as `ranked` orders them; None if none has a score."""
+        first = next(iter(ranked(self._done.values(), minimize=self._head.minimize)), None)
+        return None if first is None or first.score is None else first
 
     def committed(self, plan: PlanId, number: int) -> SnapshotId:
         """Commit a plan as the candidate of a trial."""
@@ -360,10 +358,22 @@ def _difference(old: SearchHead, new: SearchHead) -> str:
     return " and ".join(words[:2])
 
 
-def ranked(trials: Sequence[Trial], *, minimize: bool) -> list[Trial]:
-    """Return trials, the best first; those that failed last."""
-    sign = 1.0 if minimize else -1.0
-    return sorted(
-        trials,
-        key=lambda one: (one.score is None, sign * (one.score or 0.0), one.number),
-    )
+def ranked(trials: Iterable[Trial], *, minimize: bool) -> list[Trial]:
+    """Return trials, the best first; those that failed last.
+
+    Of equal scores the one of more experts is first, so that a greedy soup has what did not make it
+    worse; then by names, then the earlier one.
+    """
+
+    def place(one: Trial) -> tuple[bool, float, int, tuple[str, ...], int]:
+        score = one.score or 0.0
+        experts = one.experts or ()
+        return (
+            one.score is None,
+            score if minimize else -score,
+            -len(experts),
+            experts,
+            one.number,
+        )
+
+    return sorted(trials, key=place)
