@@ -158,7 +158,9 @@ def test_the_winner(place: Path) -> None:
         assert notes[report.decided_by].value["scores"] == {"loss": report.best}
         assert notes[report.reported_by].value["scores"] == {"loss": report.best}
         told_trials = notes["search"].value["trials"]
-        assert [(tuple(one[2]), one[1]) for one in told_trials] == scores_of(report)
+        by_number = sorted(told_trials, key=lambda one: one[0])
+        assert [(tuple(one[2]), one[1]) for one in by_number] == scores_of(report)
+        assert told_trials[0][1] == report.best
         assert candidates(store) == []
         shown = set(show.shown) - {report.snapshot} - {store[f"e{k}"].id for k in range(EXPERTS)}
         assert not any(store.show(one).notes for one in shown)

@@ -54,7 +54,14 @@ from mstore.remotes.registry import RemoteContents, RemoteRef, RemoteReport
 from mstore.remotes.tracking import MovedRef
 from mstore.remotes.usage import RemoteRefUsage, RemoteUsageReport
 from mstore.search.bisect import BisectLog, BisectMark, BisectReport, CulpritReport
-from mstore.search.search import FreeNumber, ReportedScore, SearchReport, TrialReport
+from mstore.search.search import (
+    FreeNumber,
+    ReportedScore,
+    SearchedReport,
+    SearchReport,
+    TrialReport,
+    searched,
+)
 from mstore.snapshots.add import AddReport
 from mstore.snapshots.checkout import CheckoutReport
 from mstore.snapshots.diff import DiffReport, FileDiff, TensorDiff
@@ -183,6 +190,7 @@ __all__ = [
     "ReuseReport",
     "ReusedBlocks",
     "SearchReport",
+    "SearchedReport",
     "SharedBytes",
     "SignatureReport",
     "SnapshotReport",
@@ -201,4 +209,5 @@ __all__ = [
     "VerdictRow",
     "VerifyReport",
     "WorkerReport",
+    "searched",
 ]

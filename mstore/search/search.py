@@ -10,7 +10,8 @@ the trials (key `search`), which pushes and clones carry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -29,6 +30,7 @@ from mstore.search.samplers import Choice, sampler_of
 from mstore.search.template import Free, Template, short
 from mstore.search.trials import SearchHead, Trial, Trials, ranked
 from mstore.snapshots import notes
+from mstore.snapshots.notes import NoteReport
 from mstore.store.catalog import Catalog
 from mstore.store.models import snapshot_of
 from mstore.store.objects.note import EVALUATION, VALUE, packed
@@ -91,6 +93,29 @@ class ReportedScore(Report, frozen=True):
     """why there is none"""
 
 
+class SearchedReport(Report, frozen=True):
+    """What the note of a search tells."""
+
+    sampler: str
+    """what chose the trials"""
+    seed: int
+    """what its draws follow from"""
+    score: str
+    """the score that decided"""
+    minimize: bool
+    """whether less is better"""
+    decided_by: str
+    """the command that decided, as the key of its note"""
+    reported_by: str
+    """the command that reports, as the key of its note"""
+    numbers: tuple[FreeNumber, ...]
+    """what was searched for"""
+    tried: int
+    """how many trials there were"""
+    trials: tuple[TrialReport, ...]
+    """the best of them, the best first"""
+
+
 class SearchReport(Report, frozen=True):
     """What a search found."""
 
@@ -138,6 +163,71 @@ class SearchReport(Report, frozen=True):
     """bytes that the winner added to the store"""
     remarks: tuple[str, ...]
     """what else there is to say"""
+
+
+class _Note(msgspec.Struct, frozen=True):
+    """The value of a search's note.
+
+    numbers: name, least, greatest, and whether values are compared by their ratio. tried: how many
+    trials there were. trials: of the best ones, the best first, number, score, values, and which of
+    `experts` it had; None for all.
+    """
+
+    sampler: str
+    seed: int
+    score: str
+    minimize: bool
+    decided_by: str
+    reported_by: str
+    numbers: tuple[tuple[str, float, float, bool], ...]
+    experts: tuple[str, ...]
+    tried: int
+    trials: tuple[tuple[int, float | None, tuple[float, ...], tuple[int, ...] | None], ...]
+
+    def report(self) -> SearchedReport | None:
+        """Return what it tells; None if that is not sound: anybody may write notes."""
+        free = [FreeNumber(*one) for one in self.numbers]
+        is_sound = all(
+            len(values) == len(free)
+            and all(map(math.isfinite, (*values, score or 0.0)))
+            and all(0 <= one < len(self.experts) for one in chosen or ())
+            for _, score, values, chosen in self.trials
+        )
+        if not is_sound or not all(
+            one.low < one.high and (one.low > 0 or not one.log) for one in free
+        ):
+            return None
+        return SearchedReport(
+            sampler=self.sampler,
+            seed=self.seed,
+            score=self.score,
+            minimize=self.minimize,
+            decided_by=self.decided_by,
+            reported_by=self.reported_by,
+            numbers=tuple(free),
+            tried=self.tried,
+            trials=tuple(
+                TrialReport(
+                    number=number,
+                    values=values,
+                    experts=None if own is None else tuple(self.experts[one] for one in own),
+                    score=score,
+                    plan=None,
+                    seconds=0.0,
+                    error=None,
+                )
+                for number, score, values, own in self.trials
+            ),
+        )
+
+
+def searched(told: Iterable[NoteReport]) -> SearchedReport | None:
+    """Return what the notes of a snapshot tell of the search that made it; None for no search."""
+    value = next((one.value for one in told if (one.kind, one.key) == (VALUE, KEY)), None)
+    try:
+        return msgspec.convert(value, _Note).report()
+    except msgspec.ValidationError:
+        return None
 
 
 class Merged(msgspec.Struct, frozen=True):
@@ -320,21 +410,25 @@ class Search(msgspec.Struct, frozen=True):
         """Return the value of the note: of too many trials the best ones."""
         kept = ranked(done, minimize=self.minimize)
         while True:
-            value = {
-                "sampler": self.sampler,
-                "seed": self.seed,
-                "score": self.score,
-                "minimize": self.minimize,
-                "decided_by": self.decides.key,
-                "reported_by": self.reports.key,
-                "numbers": [[one.name, one.low, one.high, one.log] for one in self.template.free],
-                "experts": list(self.template.models),
-                "tried": len(done),
-                "trials": [
-                    [one.number, one.score, list(one.values), self._numbers(one.experts)]
-                    for one in sorted(kept, key=lambda one: one.number)
-                ],
-            }
+            value: dict[str, Any] = msgspec.to_builtins(
+                _Note(
+                    sampler=self.sampler,
+                    seed=self.seed,
+                    score=self.score,
+                    minimize=self.minimize,
+                    decided_by=self.decides.key,
+                    reported_by=self.reports.key,
+                    numbers=tuple(
+                        (one.name, one.low, one.high, one.log) for one in self.template.free
+                    ),
+                    experts=self.template.models,
+                    tried=len(done),
+                    trials=tuple(
+                        (one.number, one.score, one.values, self._numbers(one.experts))
+                        for one in kept
+                    ),
+                )
+            )
             try:
                 packed(value)
             except BadRequest:
@@ -344,9 +438,9 @@ class Search(msgspec.Struct, frozen=True):
             else:
                 return value
 
-    def _numbers(self, experts: Sequence[str] | None) -> list[int] | None:
+    def _numbers(self, experts: Sequence[str] | None) -> tuple[int, ...] | None:
         """Return which of the recipe's experts these are."""
-        return None if experts is None else [self.template.models.index(one) for one in experts]
+        return None if experts is None else tuple(map(self.template.models.index, experts))
 
     def _reported(
         self,

@@ -20,6 +20,7 @@ from mstore.api.reports import (
     ParentReport,
     SnapshotReport,
     SweepReport,
+    searched,
 )
 from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter, values
 from mstore.store.objects.plan import EXPERT
@@ -176,6 +177,7 @@ def snapshot_summary(
         tensors=() if whole is None else _most_changed(store, shown, whole, merge, blame),
         similarity=tables.similarity(),
         blocks=ask.told("blocks", lambda: store.reuse(shown.snapshot)),
+        search=searched(shown.notes),
         recipe=None if merge is None else ask.told("recipe", lambda: store.recipe(shown.snapshot)),
         warnings=_warnings(shown, merge, compared),
         gaps=ask.gaps,
