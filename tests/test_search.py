@@ -26,6 +26,8 @@ from mstore.search.genome import read_template
 from mstore.search.search import Search
 from mstore.search.trials import Trial
 from mstore.terms.errors import BadRequest, CommandFailed, Conflict, Corrupt, NotFound
+from mstore_pages import gather
+from mstore_pages import report as report_page
 
 EXPERTS = 3
 PARTS = ("mlp", "attn")
@@ -377,30 +379,101 @@ def test_a_log_that_is_none(place: Path) -> None:
             search(store, Eyes(place, store), "a/b", trials=2)
 
 
-def test_the_note_of_many_trials() -> None:
-    """The note of a search has room for the best of any number of trials."""
-    template = read_template(RECIPE, "r", lambda model: None)
-    command = Command.of(COPY, ["loss.json:loss"])
+def many_trials(count: int, numbers: int = 3) -> dict[str, Any]:
+    """The note of so many trials, whose scores are drawn."""
+    models = "".join(
+        f"  - {{model: e{k}, parameters: {{weight: {{min: 0, max: 1}}}}}}\n" for k in range(numbers)
+    )
+    template = read_template(f"merge_method: linear\nmodels:\n{models}", "r", lambda model: None)
     wanted = Search.of(
-        *(template, "best", {}, command, None),
+        *(template, "best", {}, Command.of(COPY, ["loss.json:loss"]), None),
         sampler="tpe",
         seed=0,
         jobs=1,
-        most=10_000,
+        most=count,
         minimize=True,
         same_set=True,
     )
     draw = random.Random(0)
-    trials = [
-        Trial(number, "00", tuple(draw.random() for _ in range(3)), None, draw.random())
-        for number in range(10_000)
-    ]
-    told = wanted._told(trials)
+    return wanted._told(
+        [
+            Trial(number, "00", tuple(draw.random() for _ in range(numbers)), None, draw.random())
+            for number in range(count)
+        ]
+    )
+
+
+def test_the_note_of_many_trials() -> None:
+    """The note of a search has room for the best of any number of trials."""
+    told = many_trials(10_000)
     assert told["tried"] == 10_000
-    kept = {one[0] for one in told["trials"]}
-    assert len(kept) > 500
-    best = sorted(trials, key=lambda one: one.score or 0.0)[: len(kept)]
-    assert kept == {one.number for one in best}
+    scores = [one[1] for one in told["trials"]]
+    assert len(scores) > 500
+    assert scores == sorted(scores)
+    # The best of ten thousand draws are all of these.
+    assert scores[-1] < 1.1 * len(scores) / 10_000
+
+
+# The page
+
+
+def page_of(store: Store, name: str) -> str:
+    return report_page.snapshot_page(gather.snapshot_summary(store, name))
+
+
+def test_the_page_of_a_winner(place: Path) -> None:
+    """The page shows the trials: the best so far, each number, and the table, the best first."""
+    with Store.open(place / "store") as store:
+        found = search(store, Eyes(place, store))
+        page = page_of(store, "best")
+        assert "tpe tried 8 merges" in page
+        for told in ("loss of each trial", "Numbers of each trial", "What each number did"):
+            assert told in page
+        assert "e2.weight" in page
+        soup = search(store, Eyes(place, store), "soup", sampler="greedy-soup")
+        page = page_of(store, "soup")
+        assert "What each expert did" in page
+        assert "What each number did" not in page
+        summary = gather.snapshot_summary(store, "soup").search
+        assert summary is not None
+        assert summary.trials[0].experts == soup.experts
+        # The note goes where the snapshot goes.
+        store.add_remote("there", (place / "remote").as_uri())
+        store.push("there", ["best"])
+        Store.clone((place / "remote").as_uri(), place / "clone")
+        with Store.open(place / "clone") as clone:
+            told = gather.snapshot_summary(clone, "best").search
+            assert told is not None
+            assert {one.score for one in told.trials} == {one.score for one in found.trials}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trials": [[0, 1.0, [0.5], None]]},
+        {"trials": [[0, 1.0, [0.5, 0.5, 0.5], [7]]]},
+        {"trials": 3},
+        {"numbers": [["a", 1, 0, False], ["b", 0, 1, False], ["c", 0, 1, False]]},
+        {"numbers": [["a", 0, 1, True], ["b", 0, 1, False], ["c", 0, 1, False]]},
+        {"score": 7},
+    ],
+)
+def test_a_note_that_is_none(change: dict[str, Any], place: Path) -> None:
+    """A note of that key that tells no sound search is a note like others."""
+    with Store.open(place / "store") as store:
+        good = many_trials(5)
+        store.note("e0", {"search": good})
+        assert gather.snapshot_summary(store, "e0", measure=False).search is not None
+        store.note("e0", {"search": good | change})
+        assert gather.snapshot_summary(store, "e0", measure=False).search is None
+
+
+def test_the_page_of_many_trials(place: Path) -> None:
+    """However many trials a note tells, the page stays small."""
+    with Store.open(place / "store") as store:
+        before = len(page_of(store, "e0"))
+        store.note("e0", {"search": many_trials(10_000, numbers=16)})
+        assert len(page_of(store, "e0")) - before < 150_000
 
 
 # The command

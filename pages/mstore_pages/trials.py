@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from mstore.terms.sizes import counted
 from mstore_pages.document import Cell, scroll, table
-from mstore_pages.figures import DASH, number, path, picture, text
+from mstore_pages.figures import number, path, picture, text
 from mstore_pages.markup import Child, Markup, join, tag
 
 if TYPE_CHECKING:
     from mstore.api.reports import FreeNumber, SearchedReport, TrialReport
 
-DRAWN = 200
+DRAWN = 100
 """The most trials in a picture: the best ones."""
-LISTED = 100
+LISTED = 50
 """The most rows of the table."""
 _WIDTH, _HEIGHT = 640.0, 260.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84.0, 24.0, 52.0, 40.0
@@ -31,13 +31,17 @@ def sections(found: SearchedReport) -> Iterator[Markup]:
     scored = [one for one in found.trials if one.score is not None][:DRAWN]
     if len(scored) > 1:
         yield scroll("Best so far", _so_far(found, scored))
-    if len(found.numbers) > 1 and len(scored) > 1:
-        yield scroll("Numbers of each trial", _parallel(found, scored))
-    if found.numbers and len(scored) > 1:
-        yield _effects(found, scored)
-    if any(one.experts is not None for one in scored):
+    if _is_of_experts(found):
         yield _experts(found, scored)
+    elif len(scored) > 1 and found.numbers:
+        yield scroll("Numbers of each trial", _parallel(found, scored))
+        yield _effects(found, scored)
     yield _listed(found)
+
+
+def _is_of_experts(found: SearchedReport) -> bool:
+    """Return whether experts were chosen, with weights that follow from how many they are."""
+    return any(one.experts is not None for one in found.trials)
 
 
 def lead(found: SearchedReport) -> str:
@@ -259,16 +263,18 @@ def _experts(found: SearchedReport, trials: Sequence[TrialReport]) -> Markup:
 
 def _listed(found: SearchedReport) -> Markup:
     """Return the table of the best trials."""
-    has_experts = any(one.experts is not None for one in found.trials)
+    is_of_experts = _is_of_experts(found)
     columns = [("Trial", "n"), (found.score, "n")]
-    columns += [(one.name, "n") for one in found.numbers]
-    columns += [("Experts", "")] if has_experts else []
+    columns += [("Experts", "")] if is_of_experts else [(one.name, "n") for one in found.numbers]
     rows = [
         (
             Cell(str(one.number), "n", one.number),
-            Cell(number(one.score, 6) if one.score is not None else DASH, "n", one.score),
-            *(Cell(number(value, 4), "n", value) for value in one.values),
-            *([", ".join(one.experts or ())] if has_experts else []),
+            Cell(number(one.score, 6), "n", one.score),
+            *(
+                [", ".join(one.experts or ())]
+                if is_of_experts
+                else [Cell(number(value, 4), "n", value) for value in one.values]
+            ),
         )
         for one in found.trials[:LISTED]
     ]
