@@ -85,6 +85,8 @@ OBJECTS: dict[str, type] = {
     "verdict": reports.VerdictReport,
     "checked score": reports.CheckedScore,
     "candidate": reports.CandidateReport,
+    "culprit": reports.CulpritReport,
+    "mark": reports.BisectMark,
     "free number": reports.FreeNumber,
     "trial": reports.TrialReport,
     "reported score": reports.ReportedScore,
