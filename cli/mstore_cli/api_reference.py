@@ -24,6 +24,7 @@ from mstore.api.merging import Merging
 from mstore.api.naming import Naming
 from mstore.api.open_store import OpenStore
 from mstore.api.reading import Reading
+from mstore.api.searching import Searching
 from mstore.checkpoint.conversion import ConversionLimits
 from mstore.checkpoint.directory import CheckpointLimits
 from mstore.snapshots import signing
@@ -39,7 +40,7 @@ WIDTH = 88
 # In a docstring, a line that begins with names of parameters and a colon.
 _ITEM = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*): ", re.MULTILINE)
 # Users see a store as one class; its parts give the page its sections.
-PARTS = (OpenStore, Adding, Reading, Merging, Judging, Naming, Keeping, Exchanging)
+PARTS = (OpenStore, Adding, Reading, Merging, Judging, Searching, Naming, Keeping, Exchanging)
 IDS: tuple[type, ...] = (
     *(ids.BlockId, ids.TensorId, ids.ManifestId, ids.SnapshotId, ids.PlanId, ids.NoteId),
 )

@@ -85,6 +85,8 @@ OBJECTS: dict[str, type] = {
     "verdict": reports.VerdictReport,
     "checked score": reports.CheckedScore,
     "candidate": reports.CandidateReport,
+    "culprit": reports.CulpritReport,
+    "mark": reports.BisectMark,
     "signature": reports.SignatureReport,
     "verification": reports.VerifyReport,
     "problem": reports.Problem,

@@ -39,7 +39,9 @@ def bisect_run(
     timeout: Timeout = None,
     checkout: Checkout = False,
 ) -> None:
-    """Run a command on one snapshot after another until it is found what is to blame.
+    """Let a command say what is good and what is bad.
+
+    One snapshot after another is tried, until it is found what is to blame.
 
     The exit status of the command is the answer, as for git bisect run: 0 is good, 125 cannot be
     judged, others from 1 to 127 are bad, 128 or more stop the search. If the first is 126 or 127,
