@@ -69,7 +69,7 @@ def test_the_page(place: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-        told.append(done.stderr + done.stdout)
+        told.append(done.stdout)
     shown = PAGE.split("\n```\n\n```\n", 1)[1].split("```", 1)[0]
     assert told[0] == shown
     assert "to blame: chat in model.layers.2; all else is good" in told[2]
