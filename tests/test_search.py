@@ -549,7 +549,7 @@ def test_mistakes_of_the_command(place: Path) -> None:
         status=2,
     )
     assert "lm_eval run" in told
-    assert "--tasks sums --output_path . --limit 10" in told
+    assert "--tasks sums --limit 10 --output_path ." in told
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.rest) for n in range(3)])

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.search.genome import read_template
-from mstore.search.samplers import SAMPLERS, Choice, points, sampler_of
+from mstore.search.samplers import SAMPLERS, Chosen, points, sampler_of
 from mstore.search.template import Template
 from mstore.search.trials import Trial, ranked
 from mstore.terms.errors import BadRequest, Unavailable
 
-Score = Callable[[Choice], float | None]
+Score = Callable[[Chosen], float | None]
 
 
 def template(
@@ -35,12 +35,12 @@ def template(
 
 def chosen(
     name: str, found: Template, score: Score, *, seed: int = 0, jobs: int = 1, most: int = 30
-) -> list[Choice]:
+) -> list[Chosen]:
     """What a sampler chooses, where `jobs` choices are tried side by side."""
     sampler = sampler_of(name, found, seed)
-    tried: list[Choice] = []
+    tried: list[Chosen] = []
     while len(tried) < most:
-        asked: list[Choice] = []
+        asked: list[Chosen] = []
         while len(asked) < min(jobs, most - len(tried)):
             one = sampler.ask()
             if one is None:

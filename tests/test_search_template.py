@@ -12,7 +12,7 @@ from mstore.merge.recipes.documents import read_documents
 from mstore.merge.recipes.parse import parse
 from mstore.merge.recipes.recipe import Recipe
 from mstore.search.genome import read_template
-from mstore.search.template import MOST, Free, Template
+from mstore.search.template import MOST, Evaluation, Free, Template
 from mstore.terms.errors import BadRequest
 
 RECIPE = """\
@@ -277,10 +277,8 @@ def test_what_is_not_supported(genome: dict[str, object], told: str) -> None:
 
 
 def test_tasks_become_a_command() -> None:
-    """The tasks of a config are told as a command of lm-evaluation-harness, and its score."""
+    """The tasks of a config are told as options of lm-evaluation-harness, and its score."""
     found = template(evolve())
-    assert found.command == (
-        "lm_eval run --model hf --model_args 'pretrained={},dtype=bfloat16' --tasks sums,words "
-        "--output_path . --limit 100"
+    assert found.evaluation == Evaluation(
+        {"tasks": "sums,words", "limit": "100"}, "**/results_*.json:results.sums.acc,none"
     )
-    assert found.score == "**/results_*.json:results.sums.acc,none"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mstore.terms.phrases import few
 from mstore_cli.errors import Ended
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
-    from mstore.api.reports import BisectReport, CulpritReport
+    from mstore.api.reports import BisectReport
 
 ONLY_SKIPPED = 2
 """The exit status if only skipped positions are left, as git's."""
@@ -68,7 +67,7 @@ def draw(screen: Screen, report: BisectReport) -> None:
 def tried(report: BisectReport) -> str:
     """Return what is to be tried, in words."""
     if report.by:
-        return _units(report.tried) or "the base alone"
+        return report.tried_text()
     return (report.next or "")[:12]
 
 
@@ -81,27 +80,5 @@ def _draw_culprits(screen: Screen, report: BisectReport) -> None:
     if not report.culprits:
         screen.line(f"too much was skipped to tell what is to blame in {report.name}")
         return
-    for one in report.culprits:
-        screen.line(culprit_line(one), style="green")
-    if report.rest is not None:
-        told = {"good": "good", "bad": "still bad", "skip": "not judged"}[report.rest]
-        screen.line(f"all else of {report.name} without it is {told}")
+    screen.line(f"to blame: {report.text()}", style="green")
     screen.line(f"{counted(report.probes, 'probe')}, {report.skipped} skipped")
-
-
-def culprit_line(culprit: CulpritReport) -> str:
-    """Return a sentence on a culprit."""
-    units = _units(culprit.units)
-    what = "to blame" if len(culprit.units) == 1 else "to blame together, an interaction"
-    return f"{what}: {units}" + ("" if culprit.alone == "bad" else " (alone, it was skipped)")
-
-
-def _units(units: tuple[tuple[str | None, str | None], ...]) -> str:
-    by_expert: dict[str | None, list[str]] = {}
-    for expert, layer in units:
-        by_expert.setdefault(expert, []).extend([] if layer is None else [layer])
-    named = []
-    for expert, layers in by_expert.items():
-        listed = few(layers)
-        named.append(listed if expert is None else f"{expert} in {listed}" if layers else expert)
-    return "; ".join(named)

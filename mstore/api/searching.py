@@ -17,7 +17,7 @@ from mstore.terms.phrases import call, few, phrase
 if TYPE_CHECKING:
     from mstore.judging.evaluation import Show
     from mstore.search.bisect import Bisection, BisectLog, BisectReport
-    from mstore.search.search import Merged, SearchReport, TrialReport
+    from mstore.search.search import Winner, SearchReport, TrialReport
     from mstore.search.template import Template
     from mstore.terms.report import ProgressCallback
 
@@ -288,8 +288,8 @@ class _Merger:
             progress=self._progress,
         ).plan
 
-    def merge(self, plan: PlanId) -> Merged:
-        from mstore.search.search import Merged
+    def merge(self, plan: PlanId) -> Winner:
+        from mstore.search.search import Winner
 
         made = self._store.merge(
             plan,
@@ -299,4 +299,4 @@ class _Merger:
             threads=self._threads,
             progress=self._progress,
         )
-        return Merged(made.snapshot, made.new_snapshot, made.bytes_written)
+        return Winner(made.snapshot, made.new_snapshot, made.bytes_written)

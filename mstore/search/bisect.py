@@ -20,11 +20,13 @@ from msgspec.structs import replace
 
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.merge.virtual.deferred import commit_virtual
-from mstore.search.culprits import Answer, Found, find
+from mstore.search.culprits import Answer, Blamed, find
 from mstore.search.runlog import RunLog
 from mstore.search.units import Unit, plan_of_units, units_of
+from mstore.snapshots import notes
 from mstore.store import refs
 from mstore.store.catalog import Catalog
+from mstore.store.objects.note import VALUE
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import PREVIOUS
 from mstore.store.plans import plan_of, sources_of
@@ -32,7 +34,7 @@ from mstore.store.refs import refs_in
 from mstore.store.transaction import RefMove, choose_moves
 from mstore.terms.errors import BadRequest, CommandFailed, Conflict, NotFound
 from mstore.terms.ids import Revision, SnapshotId
-from mstore.terms.phrases import Option, call
+from mstore.terms.phrases import Option, call, few
 from mstore.terms.report import Report
 
 RUN: Final = "bisect"
@@ -80,7 +82,25 @@ class CulpritReport(Report, frozen=True):
     units: tuple[UnitName, ...]
     """the units: the expert's name and the layer, null for all of either"""
     alone: str
-    """what the probe of these units alone was: bad, or skipped"""
+    """what the probe of these units alone was: bad, or skip"""
+
+    def text(self) -> str:
+        """Return the units in words."""
+        together = " (only together)" if len(self.units) > 1 else ""
+        return named(self.units) + together + (" (alone: skipped)" if self.alone == "skip" else "")
+
+
+def named(units: Sequence[UnitName]) -> str:
+    """Name units: `code, math`, or `code in model.layers.1; math in model.layers.3`."""
+    if all(layer is None for _, layer in units):
+        return few([expert for expert, _ in units if expert is not None], len(units))
+    by_expert: dict[str | None, list[str]] = {}
+    for expert, layer in units:
+        by_expert.setdefault(expert, []).extend([] if layer is None else [layer])
+    return "; ".join(
+        few(layers) if expert is None else f"{expert} in {few(layers)}" if layers else expert
+        for expert, layers in by_expert.items()
+    )
 
 
 class BisectReport(Report, frozen=True):
@@ -116,6 +136,16 @@ class BisectReport(Report, frozen=True):
     """over a merge: what all other units together are; null if there are none"""
     is_done: bool = False
     """whether it has ended"""
+
+    def text(self) -> str:
+        """Return what was found over a merge, in words."""
+        found = "; ".join(one.text() for one in self.culprits)
+        rest = {"good": "good", "bad": "bad, too", "skip": "not judged"}.get(self.rest or "")
+        return found if rest is None else f"{found}; all else is {rest}"
+
+    def tried_text(self) -> str:
+        """Return what is to be tried over a merge, in words."""
+        return named(self.tried) or "the base alone"
 
 
 class BisectMark(Report, frozen=True):
@@ -273,7 +303,7 @@ class _Units:
             if mark.units is not None
         }
 
-    def _found(self) -> Found[Unit] | frozenset[Unit]:
+    def _found(self) -> Blamed[Unit] | frozenset[Unit]:
         """Return what was found, or which units to try next."""
 
         def ask(units: frozenset[Unit]) -> Answer:
@@ -292,7 +322,7 @@ class _Units:
 
     def marked(self, answer: Answer, revision: Revision | None) -> Mark:
         found = self._found()
-        if isinstance(found, Found):
+        if isinstance(found, Blamed):
             raise BadRequest("nothing is tried now", hint=call("bisect_status"))
         if revision is not None and str(revision) != CANDIDATE:
             raise BadRequest(
@@ -302,7 +332,7 @@ class _Units:
 
     def told(self, report: BisectReport) -> BisectReport:
         found = self._found()
-        if isinstance(found, Found):
+        if isinstance(found, Blamed):
             drop_candidate(self._catalog)
             if self._answers.get(frozenset()) is Answer.BAD:
                 raise BadRequest(
@@ -383,6 +413,8 @@ class Bisection:
         marks = [*marks, self._subject(start, marks).marked(answer, revision)]
         told = self._told(start, marks)
         self._log.write(start, marks)
+        if told.culprits:
+            notes.write(self._catalog, told.snapshot, {notes.CULPRIT: told.text()}, VALUE)
         return told
 
     def status(self) -> BisectReport:

@@ -29,7 +29,7 @@ class Answer(enum.Enum):
     SKIPPED = "skip"
 
 
-class Found(msgspec.Struct, Generic[Unit], frozen=True):
+class Blamed(msgspec.Struct, Generic[Unit], frozen=True):
     """Which units are to blame.
 
     culprits: sets of units, each bad without all others, in the order in which they were found. In
@@ -43,7 +43,7 @@ class Found(msgspec.Struct, Generic[Unit], frozen=True):
     rest: Answer | None
 
 
-def find(units: Sequence[Unit], ask: Callable[[frozenset[Unit]], Answer]) -> Found[Unit]:
+def find(units: Sequence[Unit], ask: Callable[[frozenset[Unit]], Answer]) -> Blamed[Unit]:
     """Return which units are to blame; all together are bad, and none at all are good.
 
     ask: tries these units without the others.  It is asked once for each set.
@@ -58,7 +58,7 @@ def find(units: Sequence[Unit], ask: Callable[[frozenset[Unit]], Answer]) -> Fou
         culprits.append(tuple(found))
         left = [one for one in left if one not in found]
         rest = search.answer(left) if left else None
-    return Found(tuple(culprits), tuple(map(search.answer, culprits)), rest)
+    return Blamed(tuple(culprits), tuple(map(search.answer, culprits)), rest)
 
 
 class _Search(Generic[Unit]):

@@ -5,13 +5,12 @@ The numbers are those of mergekit 0.1.5 (`mergekit/evo/genome.py`): a weight for
 layers.  Weights are searched for from 0 (-1, if they may be negative) to 1, densities from 0.1
 to 1.
 
-How mergekit-evolve evaluates (`tasks`) is a command here, which `evaluation` writes.
+How mergekit-evolve evaluates (`tasks`) is a command here, which the caller types.
 """
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,18 +18,20 @@ import msgspec
 
 from mstore.merge.recipes.documents import Entries, Items, Node, Scalar, read_documents
 from mstore.merge.recipes.recipe import at
-from mstore.search.template import Template, template_of
+from mstore.search.template import Evaluation, Template, template_of
 from mstore.terms.errors import BadRequest
 
+_BETWEEN_TWO: Final = ("t",)
 _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "linear": ("weight",),
     "task_arithmetic": ("weight",),
     "ties": ("weight", "density"),
     "dare_ties": ("weight", "density"),
-    "slerp": ("t",),
+    "slerp": _BETWEEN_TWO,
 }
 _NORMALIZED: Final = ("linear", "ties", "dare_ties")
 _LEAST_DENSITY: Final = 0.1
+_METRIC: Final = "acc,none"
 _SINGLE: Final = ("limit", "num_fewshot")
 _SWITCHES: Final = ("apply_chat_template", "fewshot_as_multiturn")
 
@@ -68,30 +69,26 @@ def _template_of_genome(node: Node, where: str, layers: Layers) -> Template:
     (recipe,) = read_documents(json.dumps(reader.recipe()), where)
     template = template_of(recipe, where)
     remarks = [f"{name} is not read" for name in ("shuffle", "random_init") if config.get(name)]
-    line, score = evaluation(config)
-    return msgspec.structs.replace(template, remarks=tuple(remarks), command=line, score=score)
+    return msgspec.structs.replace(template, remarks=tuple(remarks), evaluation=_evaluation(config))
 
 
-def evaluation(config: Mapping[str, Any]) -> tuple[str, str] | tuple[None, None]:
-    """Return the command of lm-evaluation-harness for a config's tasks, and its first score."""
+def _evaluation(config: Mapping[str, Any]) -> Evaluation | None:
+    """Return how a config's tasks are evaluated; None if it has none."""
     tasks = config.get("tasks")
     named = [
-        (one, "acc,none")
+        (one, _METRIC)
         if isinstance(one, str)
-        else (str(one.get("name")), str(one.get("metric", "acc,none")))
+        else (str(one.get("name")), str(one.get("metric", _METRIC)))
         for one in (tasks if isinstance(tasks, list) else [])
         if isinstance(one, str | dict)
     ]
     if not named:
-        return None, None
-    words = ["lm_eval", "run", "--model", "hf", "--model_args", "pretrained={},dtype=bfloat16"]
-    words += ["--tasks", ",".join(name for name, _ in named), "--output_path", "."]
-    for key in _SINGLE:
-        if config.get(key) is not None:
-            words += [f"--{key}", str(config[key])]
-    words += [f"--{key}" for key in _SWITCHES if config.get(key) is True]
+        return None
+    options: dict[str, str | bool] = {"tasks": ",".join(name for name, _ in named)}
+    options |= {key: str(config[key]) for key in _SINGLE if config.get(key) is not None}
+    options |= {key: True for key in _SWITCHES if config.get(key) is True}
     name, metric = named[0]
-    return shlex.join(words), f"**/results_*.json:results.{name}.{metric}"
+    return Evaluation(options, f"**/results_*.json:results.{name}.{metric}")
 
 
 def _refuse_others(genome: Mapping[str, Any], place: str) -> None:
@@ -115,9 +112,9 @@ def _refuse_others(genome: Mapping[str, Any], place: str) -> None:
     models = genome.get("models")
     if not isinstance(models, list) or not models:
         raise BadRequest("a genome has models", where=place)
-    if method == "slerp" and len(models) != 2:
+    if _PARAMETERS[method] == _BETWEEN_TWO and len(models) != 2:
         raise BadRequest(
-            f"slerp among {len(models)} models, of which mergekit-evolve takes two for each layer, "
+            f"{method} among {len(models)} models, of which mergekit-evolve takes two for each layer, "
             "is not supported: name two",
             where=place,
         )
@@ -155,8 +152,8 @@ class _Genome:
 
     def recipe(self) -> dict[str, Any]:
         """Return the recipe."""
-        if self._method == "slerp":
-            return self._slerp()
+        if _PARAMETERS[self._method] == _BETWEEN_TWO:
+            return self._between_two()
         made: dict[str, Any] = {"merge_method": self._method}
         if self._base is not None:
             made["base_model"] = self._base
@@ -195,10 +192,14 @@ class _Genome:
             for one in self._filters
         ]
 
-    def _slerp(self) -> dict[str, Any]:
+    def _between_two(self) -> dict[str, Any]:
         first, second = self._models
         t = {"t": {"min": 0, "max": 1}}
-        made: dict[str, Any] = {"merge_method": "slerp", "base_model": first, "dtype": "bfloat16"}
+        made: dict[str, Any] = {
+            "merge_method": self._method,
+            "base_model": first,
+            "dtype": "bfloat16",
+        }
         if not self._groups:
             return made | {"models": [{"model": first}, {"model": second}], "parameters": t}
         slices = [

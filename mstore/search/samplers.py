@@ -31,7 +31,7 @@ _SIGMA: Final = 1 / 6
 """Of CMA-ES: how far its first draws are from the start, as a share of the range."""
 
 
-class Choice(msgspec.Struct, frozen=True):
+class Chosen(msgspec.Struct, frozen=True):
     """What to try: the free numbers, and which experts; None: all."""
 
     values: tuple[float, ...]
@@ -41,7 +41,7 @@ class Choice(msgspec.Struct, frozen=True):
 class Sampler(Protocol):
     """Chooses what to try."""
 
-    def ask(self) -> Choice | None:
+    def ask(self) -> Chosen | None:
         """Return the next choice; None: it must be told first, or, told all, it has ended."""
 
     def tell(self, score: float | None) -> None:
@@ -104,14 +104,14 @@ class _Tpe:
         self._study.enqueue_trial({one.name: value for one, value in start})
         self._asked: deque[Any] = deque()
 
-    def ask(self) -> Choice | None:
+    def ask(self) -> Chosen | None:
         trial = self._study.ask()
         self._asked.append(trial)
         drawn = (
             trial.suggest_float(one.name, one.low, one.high, log=one.log, step=one.step)
             for one in self._free
         )
-        return Choice(
+        return Chosen(
             tuple(one.rounded(value) for one, value in zip(self._free, drawn, strict=True))
         )
 
@@ -138,7 +138,7 @@ class _Cmaes:
                 where=template.where,
                 hint=Option("sampler", "tpe"),
             )
-        self._start: Choice | None = Choice(template.start())
+        self._start: Chosen | None = Chosen(template.start())
         places = zip(self._free, template.start(), strict=True)
         self._search = cmaes.CMA(
             mean=np.array([_place(one, value) for one, value in places]),
@@ -152,7 +152,7 @@ class _Cmaes:
         self._waits = 0
         """Whether the start is not told yet; it is of no generation."""
 
-    def ask(self) -> Choice | None:
+    def ask(self) -> Chosen | None:
         if self._start is not None:
             start, self._start, self._waits = self._start, None, 1
             return start
@@ -160,7 +160,7 @@ class _Cmaes:
             return None
         point = self._search.ask()
         self._asked.append(point)
-        return Choice(
+        return Chosen(
             tuple(
                 one.rounded(_value(one, float(x))) for one, x in zip(self._free, point, strict=True)
             )
@@ -194,10 +194,10 @@ def _value(one: Free, place: float) -> float:
 class _Listed:
     """Tries what does not depend on scores."""
 
-    def __init__(self, choices: Iterator[Choice]) -> None:
+    def __init__(self, choices: Iterator[Chosen]) -> None:
         self._choices = choices
 
-    def ask(self) -> Choice | None:
+    def ask(self) -> Chosen | None:
         return next(self._choices, None)
 
     def tell(self, score: float | None) -> None:
@@ -216,7 +216,7 @@ def _grid(template: Template, seed: int) -> Sampler:
     """The start, then every combination; neighbours differ in the last number."""
     start = template.start()
     every = itertools.product(*map(points, template.free))
-    return _Listed(Choice(one) for one in itertools.chain([start], every))
+    return _Listed(Chosen(one) for one in itertools.chain([start], every))
 
 
 # -- over experts ------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ class _Experts:
     def __init__(self, template: Template) -> None:
         self._template = template
 
-    def choice(self, experts: Sequence[str]) -> Choice:
-        return Choice(self._template.start(experts), tuple(experts))
+    def choice(self, experts: Sequence[str]) -> Chosen:
+        return Chosen(self._template.start(experts), tuple(experts))
 
 
 class _GreedySoup(_Experts):
@@ -244,7 +244,7 @@ class _GreedySoup(_Experts):
         self._score = -math.inf
         self._asked: deque[tuple[str, ...]] = deque()
 
-    def ask(self) -> Choice | None:
+    def ask(self) -> Chosen | None:
         if self._untried:
             return self._ask((self._untried.pop(0),))
         if self._asked:
@@ -258,7 +258,7 @@ class _GreedySoup(_Experts):
             return None
         return self._ask((*self._soup, self._ranked.popleft()))
 
-    def _ask(self, experts: tuple[str, ...]) -> Choice:
+    def _ask(self, experts: tuple[str, ...]) -> Chosen:
         self._asked.append(experts)
         return self.choice([one for one in self._template.models if one in experts])
 

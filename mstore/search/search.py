@@ -26,7 +26,7 @@ from mstore.judging.evaluation import (
     judgement_on,
     known,
 )
-from mstore.search.samplers import Choice, sampler_of
+from mstore.search.samplers import Chosen, sampler_of
 from mstore.search.template import Free, Template, short
 from mstore.search.trials import SearchHead, Trial, Trials, ranked
 from mstore.snapshots import notes
@@ -230,7 +230,7 @@ def searched(told: Iterable[NoteReport]) -> SearchedReport | None:
         return None
 
 
-class Merged(msgspec.Struct, frozen=True):
+class Winner(msgspec.Struct, frozen=True):
     """The winner as a merge."""
 
     snapshot: SnapshotId
@@ -244,7 +244,7 @@ class Merger(Protocol):
     def plan(self, recipe: str) -> PlanId:
         """Plan the merge of a recipe.  Raises what `Store.plan` raises."""
 
-    def merge(self, plan: PlanId) -> Merged:
+    def merge(self, plan: PlanId) -> Winner:
         """Run a plan, and move the branch to its result.  Raises what `Store.merge` raises."""
 
 
@@ -348,9 +348,9 @@ class Search(msgspec.Struct, frozen=True):
         tell: called after each trial, with the best one so far.
         """
         sampler = sampler_of(self.sampler, self.template, self.seed)
-        start = Choice(self.template.start())
+        start = Chosen(self.template.start())
 
-        def planned(choice: Choice) -> PlanId:
+        def planned(choice: Chosen) -> PlanId:
             return merger.plan(self.template.fill(choice.values, choice.experts))
 
         def evaluated(snapshot: SnapshotId) -> Judgement:
@@ -488,7 +488,7 @@ class Search(msgspec.Struct, frozen=True):
 
     def _report(
         self,
-        merged: Merged,
+        merged: Winner,
         best: Trial,
         done: Sequence[Trial],
         start: PlanId,

@@ -75,11 +75,23 @@ class Free(msgspec.Struct, frozen=True):
         return self.rounded(1 / max(models, 1)) if self.parameter == WEIGHT else self.middle
 
 
+class Evaluation(msgspec.Struct, frozen=True):
+    """How a config of mergekit-evolve evaluates.
+
+    options: of lm-evaluation-harness, by name; True for a switch. score: where its score is, as
+    `FILE:POINTER`.
+    """
+
+    options: dict[str, str | bool]
+    score: str
+
+
 class Template(msgspec.Struct, frozen=True):
     """A recipe with free numbers.
 
     free: the numbers to search for, in the order of the recipe; several places may have one.
-    models: the experts, in the order of the recipe. remarks: what a user should know of it.
+    models: the experts, in the order of the recipe. names: of the free number at each place.
+    remarks: what a user should know of it. evaluation: what its file says of one, if anything.
     """
 
     node: Node
@@ -87,11 +99,8 @@ class Template(msgspec.Struct, frozen=True):
     free: tuple[Free, ...]
     models: tuple[str, ...]
     names: Mapping[_Path, str]
-    """the name of the free number at each place"""
     remarks: tuple[str, ...] = ()
-    command: str | None = None
-    """a command line that its file names for evaluations, and the score of it"""
-    score: str | None = None
+    evaluation: Evaluation | None = None
 
     def start(self, experts: Collection[str] | None = None) -> tuple[float, ...]:
         """Return what the numbers are first, with these of the experts; None: all."""

@@ -25,7 +25,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.judging.evaluation import Judgement
 from mstore.merge.virtual.deferred import commit_virtual
 from mstore.search.runlog import RunLog
-from mstore.search.samplers import Choice, Sampler
+from mstore.search.samplers import Chosen, Sampler
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
@@ -74,9 +74,9 @@ class Trial(msgspec.Struct, frozen=True):
     error: str | None = None
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> Chosen:
         """What was tried."""
-        return Choice(self.values, self.experts)
+        return Chosen(self.values, self.experts)
 
 
 class Trials:
@@ -91,7 +91,7 @@ class Trials:
         name: str,
         head: SearchHead,
         *,
-        plan: Callable[[Choice], PlanId],
+        plan: Callable[[Chosen], PlanId],
         evaluate: Callable[[SnapshotId], Judgement],
         tell: Callable[[Trial, Trial | None], None],
     ) -> None:
@@ -123,7 +123,7 @@ class Trials:
             self._resume()
             number = 0
             while True:
-                asked: list[Choice] = []
+                asked: list[Chosen] = []
                 while len(asked) < min(self._head.jobs, most - number):
                     choice = sampler.ask()
                     if choice is None:
@@ -186,7 +186,7 @@ class Trials:
         self._done = {one.number: one for one in lines}
         self.resumed = len(self._done)
 
-    def _round(self, choices: Mapping[int, Choice]) -> None:
+    def _round(self, choices: Mapping[int, Chosen]) -> None:
         """Try what is not in the log."""
         planned: dict[int, PlanId] = {}
         for number, choice in choices.items():
@@ -220,7 +220,7 @@ class Trials:
                 )
                 self._keep(again)
 
-    def _planned(self, number: int, choice: Choice) -> PlanId | None:
+    def _planned(self, number: int, choice: Chosen) -> PlanId | None:
         """Return the plan of a choice; None, with a line in the log, if it cannot be planned."""
         try:
             return self._plan(choice)
@@ -234,7 +234,7 @@ class Trials:
         """Return the trial of a plan."""
         return next((one for one in self._done.values() if one.plan == plan.hex()), None)
 
-    def _try(self, plans: Mapping[int, PlanId], choices: Mapping[int, Choice]) -> None:
+    def _try(self, plans: Mapping[int, PlanId], choices: Mapping[int, Chosen]) -> None:
         """Evaluate plans side by side; each gets its line when it is done."""
         shown = {number: self.committed(plan, number) for number, plan in plans.items()}
 
@@ -326,7 +326,7 @@ def _side_by_side(
 def _trial(
     number: int,
     plan: PlanId,
-    choice: Choice,
+    choice: Chosen,
     score: float | None,
     seconds: float,
     error: str | None = None,

@@ -23,6 +23,8 @@ from mstore.api.reports import (
     searched,
 )
 from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter, values
+from mstore.snapshots.notes import CULPRIT
+from mstore.store.objects.note import COUNTS
 from mstore.store.objects.plan import EXPERT
 from mstore.store.objects.shapes import layers_of, parts_of
 from mstore.store.objects.snapshot import BASE
@@ -500,7 +502,11 @@ def _sweep(ask: _Gatherer, merge: Explanation | None) -> SweepReport | None:
 def _warnings(
     shown: SnapshotReport, merge: Explanation | None, compared: CompareReport | None
 ) -> tuple[Text, ...]:
-    found: list[Text] = []
+    found: list[Text] = [
+        f"a bisection found to blame: {note.told()}"
+        for note in shown.notes
+        if (note.key, note.state) == (CULPRIT, COUNTS)
+    ]
     if shown.pruned:
         found.append("its contents were pruned: only records are left")
     for one in shown.not_finite:

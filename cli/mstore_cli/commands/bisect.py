@@ -12,7 +12,7 @@ from mstore_cli.session import Session
     failure="an error\n  2  only positions that were skipped are left",
 )
 def bisect(session: Session) -> None:
-    """Show where the bisection stands, and what to try next.
+    """Show where the bisection stands.
 
     A bisection finds the first bad position of a branch, or the expert or layer that broke a merge.
     Like git bisect, it shows you something, you say whether it is good or bad, and it goes on. The

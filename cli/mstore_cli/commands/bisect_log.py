@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from mstore_cli.command import command
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -9,7 +11,7 @@ from mstore_cli.session import Session
 
 @command(example="mstore bisect log > bisect.log")
 def bisect_log(session: Session) -> None:
-    """Print what is bisected, and what was said, as commands.
+    """Print what is bisected, and what was said.
 
     Change a line that is wrong, then: mstore bisect reset; mstore bisect replay FILE.
     """
@@ -18,10 +20,12 @@ def bisect_log(session: Session) -> None:
 
     def human(screen: Screen) -> None:
         screen.line(f"# bad: {log.snapshot.hex()} {log.name}")
-        options = "".join(f" --{one}" for one in log.by)
-        screen.line(f"mstore bisect start {short(log.snapshot)}{options}")
-        for mark in log.marks:
-            of = "" if mark.snapshot is None else f" {short(mark.snapshot)}"
-            screen.line(f"mstore bisect {mark.answer}{of}")
+        begun = ["start", short(log.snapshot), *(f"--{one}" for one in log.by)]
+        said = [
+            [mark.answer, *([] if mark.snapshot is None else [short(mark.snapshot)])]
+            for mark in log.marks
+        ]
+        for words in (begun, *said):
+            screen.line(shlex.join(words))
 
     session.output.emit(log, ids=[log.snapshot], human=human)

@@ -48,13 +48,13 @@ def bisect_replay(
 def _said(store: Store, words: list[str], where: str) -> BisectReport:
     """Do what a line of a log says."""
     match words:
-        case ["mstore", "bisect", "start", revision, *options] if set(options) <= {
+        case ["start", revision, *options] if set(options) <= {
             "--experts",
             "--layers",
         }:
             return store.bisect_start(
                 revision, experts="--experts" in options, layers="--layers" in options
             )
-        case ["mstore", "bisect", answer, *of] if answer in _MARKS and len(of) < 2:
+        case [answer, *of] if answer in _MARKS and len(of) < 2:
             return store.bisect_mark(answer, *of)
     raise UsageError(f"{where} is no line of a log: {shlex.join(words)}", hint="mstore bisect log")

@@ -8,7 +8,10 @@ from mstore_cli.session import Session
 
 @command(example="mstore bisect reset")
 def bisect_reset(session: Session) -> None:
-    """End the bisection and forget its marks. What was found stays a note of the merge."""
+    """End the bisection and forget its marks.
+
+    What was found stays a note of the merge.
+    """
     with session.open() as store:
         ended = store.bisect_reset()
         session.settled()

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 from mstore_cli.bisecting import tell, tried
 from mstore_cli.command import command
 from mstore_cli.commands.bisect_start import Experts, Good, Layers
-from mstore_cli.errors import UsageError, remarks
+from mstore_cli.errors import UsageError
 from mstore_cli.judging import Checkout, Timeout, output_of, seconds_of, show_of
 from mstore_cli.options import Argument, Revision
+from mstore_cli.output import Mode, printable, printing
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ def bisect_run(
     timeout: Timeout = None,
     checkout: Checkout = False,
 ) -> None:
-    """Run a command on one snapshot after another until it is found what is to blame.
+    """Let a command say what is good and what is bad.
+
+    One snapshot after another is tried, until it is found what is to blame.
 
     The exit status of the command is the answer, as for git bisect run: 0 is good, 125 cannot be
     judged, others from 1 to 127 are bad, 128 or more stop the search. If the first is 126 or 127,
@@ -56,7 +59,11 @@ def bisect_run(
 
     def told(report: BisectReport, status: int) -> None:
         judged = {0: "good", 125: "skipped"}.get(status, f"bad ({status})")
-        remarks([f"{tried(report)}: {judged}"])
+        if session.output.mode is Mode.HUMAN:
+            # A try may take an hour: each is told when it has ended.
+            with printing():
+                session.output.stream.write(f"{printable(tried(report))}: {judged}\n")
+                session.output.stream.flush()
 
     with session.open() as store:
         begin(store, revision, good=good, experts=experts, layers=layers)

@@ -42,7 +42,7 @@ def search(
         str,
         Option("--name", metavar="REF", help="The branch of the best merge.", group=RESULT),
     ],
-    eval: Annotated[
+    decider: Annotated[
         str | None,
         Option(
             "--eval",
@@ -129,10 +129,10 @@ def search(
     message: Message = "",
     threads: Threads = None,
 ) -> None:
-    """Search for the best numbers of a recipe, or for its best experts, and merge the winner.
+    """Find the best weights of a recipe, or its best experts.
 
     Each trial is a virtual merge that the command sees as for `mstore eval`; nothing of it is
-    stored. The first has weights of 1/K for K experts. Of more than 16 free numbers, some become
+    stored, and the best one becomes an ordinary merge. The first has weights of 1/K for K experts. Of more than 16 free numbers, some become
     one.
 
     What decided over many trials says too much good of the winner. So another command reports, by
@@ -142,7 +142,7 @@ def search(
     jobs and scores it ends with the same merge.
     """
     text = RecipeText.read(recipe, strict=False)
-    words = None if eval is None else _words("--eval", eval)
+    words = None if decider is None else _words("--eval", decider)
     report_words = None if report_eval is None else _words("--report-eval", report_eval)
 
     def told(trial: TrialReport, best: TrialReport | None) -> None:
@@ -184,12 +184,17 @@ def search(
 
 def _lacking(template: Template, where: str) -> UsageError:
     """Return what says which command may decide."""
-    command = template.command or "python /path/to/score.py {}"
-    score = template.score or "results.json:loss"
-    told = "" if template.command is None else f", and those of {where} are for a command"
+    line, score, told = "python /path/to/score.py {}", "results.json:loss", ""
+    found = template.evaluation
+    if found is not None:
+        words = ["lm_eval", "run", "--model", "hf", "--model_args", "pretrained={},dtype=bfloat16"]
+        for name, value in found.options.items():
+            words += [f"--{name}", *([] if value is True else [str(value)])]
+        line, score = shlex.join([*words, "--output_path", "."]), found.score
+        told = f"; the tasks of {where} are for a command here"
     return UsageError(
         f"--eval and --score say how good a merge is{told}",
-        hint=f"add --eval {shlex.quote(command)} --score {shlex.quote(score)}",
+        hint=f"add --eval {shlex.quote(line)} --score {shlex.quote(score)}",
     )
 
 
