@@ -17,7 +17,7 @@ from mstore.terms.phrases import call, few, phrase
 if TYPE_CHECKING:
     from mstore.judging.evaluation import Show
     from mstore.search.bisect import Bisection, BisectLog, BisectReport
-    from mstore.search.search import Winner, SearchReport, TrialReport
+    from mstore.search.search import SearchReport, TrialReport, Winner
     from mstore.search.template import Template
     from mstore.terms.report import ProgressCallback
 

@@ -103,7 +103,7 @@ def _refuse_others(genome: Mapping[str, Any], place: str) -> None:
         raise BadRequest(
             "tokenizer_source of a genome is not supported: align the models first", where=place
         )
-    method = genome.get("merge_method")
+    method = str(genome.get("merge_method"))
     if method not in _PARAMETERS:
         raise BadRequest(
             f"mergekit-evolve has no merge_method {method}: it has {', '.join(_PARAMETERS)}",
@@ -114,8 +114,7 @@ def _refuse_others(genome: Mapping[str, Any], place: str) -> None:
         raise BadRequest("a genome has models", where=place)
     if _PARAMETERS[method] == _BETWEEN_TWO and len(models) != 2:
         raise BadRequest(
-            f"{method} among {len(models)} models, of which mergekit-evolve takes two for each layer, "
-            "is not supported: name two",
+            f"{method} among {len(models)} models, two for each layer, is not supported: name two",
             where=place,
         )
 

@@ -132,8 +132,8 @@ def search(
     """Find the best weights of a recipe, or its best experts.
 
     Each trial is a virtual merge that the command sees as for `mstore eval`; nothing of it is
-    stored, and the best one becomes an ordinary merge. The first has weights of 1/K for K experts. Of more than 16 free numbers, some become
-    one.
+    stored, and the best one becomes an ordinary merge. The first has weights of 1/K for K experts.
+    Of more than 16 free numbers, some become one.
 
     What decided over many trials says too much good of the winner. So another command reports, by
     examples that decided nothing.
