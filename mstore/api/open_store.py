@@ -54,8 +54,9 @@ class OpenStore:
     Set it before anything is read.
     """
     keep_again: bool = False
-    """Whether `cache/` keeps a computed block when it is computed for the second time, and not for
-    the first: for many virtual merges that are read once, and have few blocks in common."""
+    """Whether `cache/` keeps a computed block only if it was computed before, for another merge or
+    by another process: for many virtual merges that are read once, and have few blocks in common.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         if not isinstance(catalog, Catalog):

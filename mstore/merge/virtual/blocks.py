@@ -130,8 +130,9 @@ class _Tensor:
 class VirtualBlocks:
     """Computes virtual blocks for the views of one store (`mstore.store.block_cache.Computing`).
 
-    keep_again: asked for each chunk, whether its blocks are kept when they are computed for the
-    second time, and not for the first; the memo table tells which time it is.
+    keep_again: asked for each chunk, whether its blocks are kept only if they were computed before:
+    the memo table tells that.  What the same plan needs again, as readers dropped it, does not
+    count.
     """
 
     def __init__(
@@ -145,6 +146,8 @@ class VirtualBlocks:
     ) -> None:
         self._catalog = catalog
         self._keep_again = keep_again
+        self._first: dict[bytes, PlanId] = {}
+        """The plan for which a chunk was computed here first, by its memo key."""
         self._kept = KeptBlocks(memo, cache)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "virtual")
@@ -283,18 +286,16 @@ class VirtualBlocks:
         ]
         ids = [BlockId.of(block) for block in blocks]
         row = Remembered.of(task, ids, taken, count_new(loaded, out))
-        is_known = self._verify(tensor, number, key, row)
-        if is_known or not self._keep_again():
+        self._verify(tensor, number, key, row)
+        if not self._keep_again() or self._first.get(key) != tensor.plan.id:
             made += zip(self._blocks(task, row), blocks, strict=True)
         return blocks
 
-    def _verify(self, tensor: _Tensor, number: int, key: bytes, made: Remembered) -> bool:
-        """Compare a chunk with what is remembered of it, or remember it; return whether it was.
-
-        Raises Corrupt.
-        """
+    def _verify(self, tensor: _Tensor, number: int, key: bytes, made: Remembered) -> None:
+        """Compare a chunk with what is remembered of it, or remember it.  Raises Corrupt."""
         known = self._kept.row(key)
         if known is None:
+            self._first[key] = tensor.plan.id
             self._kept.remember(key, made)
         elif known.blocks != made.blocks:
             numbers = tensor.numbers(number)
@@ -305,7 +306,6 @@ class VirtualBlocks:
                 where=f"plan {tensor.plan.id}, tensor {tensor.task.name}, block {block}",
                 hint=call("fsck", read_data=True),
             )
-        return known is not None
 
     def _load(self, tensor: _Tensor, number: int, scratch: LoadBuffers) -> tuple[bytes, Loaded]:
         """Load a chunk, with its memo key; it is looked up again if its blocks moved meanwhile."""
