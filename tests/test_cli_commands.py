@@ -122,6 +122,17 @@ def _other_store(out: Path) -> Path:
     return path
 
 
+def _marks(out: Path) -> Path:
+    """A log of a bisection."""
+    path = out / "marks"
+    path.write_text("# bad: tiny/merged\nstart tiny/merged --layers\n")
+    return path
+
+
+GOING_ON = {f"bisect{word}" for word in ("", " good", " bad", " skip", " log", " reset")}
+"""Verbs of a bisection that goes on."""
+
+
 def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
     """A command line that goes well for each verb that has JSON and needs no FUSE."""
     return {
@@ -166,6 +177,18 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "note": ["note", "tiny/merged", "mmlu=0.62"],
         "eval": ["eval", "tiny/merged", "--checkout", "--", "true", "{}"],
         "metrics": ["metrics", "tiny/merged"],
+        "bisect": ["bisect"],
+        "bisect start": ["bisect", "start", "tiny/merged", "--experts"],
+        "bisect good": ["bisect", "good"],
+        "bisect bad": ["bisect", "bad"],
+        "bisect skip": ["bisect", "skip"],
+        "bisect run": [
+            *("bisect", "run", "tiny/merged", "--layers", "--checkout"),
+            *("--", "sh", "-c", "exit 125"),
+        ],
+        "bisect log": ["bisect", "log"],
+        "bisect replay": ["bisect", "replay", str(_marks(out))],
+        "bisect reset": ["bisect", "reset"],
         "gate": ["gate"],
         "gate run": ["gate", "run", "tiny/merged", "--check", "true {}", "--check-checkout"],
         "gate drop": ["gate", "drop", "candidates/run/tiny/merged"],
@@ -221,6 +244,8 @@ def test_json_keys(verb: str, copy: Program, models: Path, tmp_path: Path) -> No
     line = lines_for(models, tmp_path)[verb]
     # `init DIR` is asked for a store of its own: naming two would be wrong usage.
     mstore = Program(Path(line[1])) if verb == "init" else copy
+    if verb in GOING_ON:
+        copy.succeed("bisect", "start", "tiny/merged", "--experts")
     # Before the verb: what follows `--` is another command's.
     done = mstore.succeed("--json", *line)
     assert list(done.document) == [key.name for key in DOCUMENTS[verb]]
@@ -234,6 +259,8 @@ def test_human_output(verb: str, copy: Program, models: Path, tmp_path: Path) ->
     """Without options each command says something; off a terminal in plain characters only."""
     line = lines_for(models, tmp_path)[verb]
     mstore = Program(Path(line[1])) if verb == "init" else copy
+    if verb in GOING_ON:
+        copy.succeed("bisect", "start", "tiny/merged", "--experts")
     done = mstore.succeed(*line)
     assert done.out.strip()
     assert all(text == text.rstrip() for text in done.lines)

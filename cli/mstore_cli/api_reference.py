@@ -26,8 +26,10 @@ from mstore.api.merging import Merging
 from mstore.api.naming import Naming
 from mstore.api.open_store import OpenStore
 from mstore.api.reading import Reading
+from mstore.api.searching import Searching
 from mstore.checkpoint.conversion import ConversionLimits
 from mstore.checkpoint.directory import CheckpointLimits
+from mstore.search.template import Template
 from mstore.snapshots import signing
 from mstore.store import view
 from mstore.store.leases import Hold
@@ -41,7 +43,10 @@ WIDTH = 88
 # In a docstring, a line that begins with names of parameters and a colon.
 _ITEM = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*): ", re.MULTILINE)
 # Users see a store as one class; its parts give the page its sections.
-PARTS = (OpenStore, Adding, Reading, Merging, Judging, Naming, Keeping, Exchanging, Exporting)
+PARTS = (
+    *(OpenStore, Adding, Reading, Merging, Judging, Searching, Naming, Keeping),
+    *(Exchanging, Exporting),
+)
 IDS: tuple[type, ...] = (
     *(ids.BlockId, ids.TensorId, ids.ManifestId, ids.SnapshotId, ids.PlanId, ids.NoteId),
 )
@@ -51,6 +56,7 @@ OTHERS: dict[type, str] = {
     SafeOpen: "file",
     TensorSlice: "part",
     Hold: "hold",
+    Template: "template",
     CheckpointLimits: "limits",
     ConversionLimits: "limits",
 }

@@ -74,10 +74,10 @@ Checkout = Annotated[
 ]
 
 
-def show_of(session: Session, *, checkout: bool) -> Show | None:
+def show_of(session: Session, *, checkout: bool, keep_again: bool = False) -> Show | None:
     """Return what shows snapshots to commands: a mount, or None for a checkout.
 
-    Says so where there is no FUSE.
+    keep_again: as of `Store`.  Says so where there is no FUSE.
     """
     from mstore.terms.errors import Unavailable
     from mstore_fuse.fuse_driver import require_fuse
@@ -95,7 +95,14 @@ def show_of(session: Session, *, checkout: bool) -> Show | None:
 
     def show(snapshot: SnapshotId, scratch: Path) -> AbstractContextManager[Path]:
         place = scratch / "model"
-        return shown(store, str(snapshot), place, endpoints=endpoints, cache_size=cache_size)
+        return shown(
+            store,
+            str(snapshot),
+            place,
+            endpoints=endpoints,
+            cache_size=cache_size,
+            keep_again=keep_again,
+        )
 
     return show
 

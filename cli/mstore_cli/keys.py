@@ -87,6 +87,12 @@ OBJECTS: dict[str, type] = {
     "verdict": reports.VerdictReport,
     "checked score": reports.CheckedScore,
     "candidate": reports.CandidateReport,
+    "culprit": reports.CulpritReport,
+    "mark": reports.BisectMark,
+    "free number": reports.FreeNumber,
+    "trial": reports.TrialReport,
+    "reported score": reports.ReportedScore,
+    "search": reports.SearchedReport,
     "signature": reports.SignatureReport,
     "verification": reports.VerifyReport,
     "problem": reports.Problem,
@@ -308,6 +314,14 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "copy": keys_of(reports.CopyReport),
     "bundle create": keys_of(reports.BundleReport),
     "eval": keys_of(reports.EvaluationReport),
+    "search": keys_of(reports.SearchReport),
+    "bisect": keys_of(reports.BisectReport),
+    **{
+        f"bisect {word}": keys_of(reports.BisectReport)
+        for word in ("start", "good", "bad", "skip", "run", "replay")
+    },
+    "bisect log": keys_of(reports.BisectLog),
+    "bisect reset": (Key("ended", "true or false", "whether a bisection went on"),),
     "gate": (
         Key("candidates", "list of candidate", "by time"),
         Key("required_gates", "object", "names of gates by pattern of refs"),

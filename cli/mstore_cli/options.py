@@ -20,9 +20,10 @@ import click
 from mstore_cli import completion
 from mstore_cli.errors import UsageError
 
-WHAT, WHICH, HOW_MUCH, RESULT, CHECKS, WHERE, OPTIONS = GROUPS = (
+WHAT, WHICH, HOW_MUCH, RESULT, CHECKS, DECIDES, REPORTS, HOW, WHERE, OPTIONS = GROUPS = (
     *("What to merge", "Which tensors", "How much to read", "The result"),
-    *("What must hold before the branch moves", "Where it is computed", "Options"),
+    *("What must hold before the branch moves", "What decides", "What reports", "How to search"),
+    *("Where it is computed", "Options"),
 )
 """The headings of options in help, in their order; OPTIONS is that of options without another."""
 _FORMATS = frozenset(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mstore import MergeRequest, Store
     from mstore.api.reports import AlignedModel, AlignReport
     from mstore.merge.recipes.recipe import Recipe, Text
-    from mstore.terms.requests import Vocabulary
+    from mstore.terms.requests import RecipeRequest, Vocabulary
 
 
 Vocab = Annotated[
@@ -164,6 +164,46 @@ def request_of_recipe(
         for one in every[1:]:
             models.require(one, but=names)
     revisions = models.found(every[document])
+    found = _read(session, store, recipe, document, revisions, allow_nonfinite=allow_nonfinite)
+    if found.vocabulary is None:
+        return found.request
+    try:
+        return aligned(session, store, found.request, found.vocabulary)
+    except BadRequest as error:
+        tokenizer = every[document].tokenizer
+        for asked in () if tokenizer is None else tokenizer.tokens:
+            if error.where == f"tokens: {asked.token}":
+                place = at(recipe.where, asked.token.line)
+                what, _, hint = error.texts
+                raise BadRequest(
+                    f"the token {asked.token.text!r}: {what}", where=place, hint=hint
+                ) from error
+        raise
+
+
+def models_of_template(session: Session, store: Store, recipe: RecipeText) -> dict[str, str]:
+    """Return the revisions of the models that a recipe with free numbers names.
+
+    Adds directories and makes models as `request_of_recipe` does, and warns likewise.
+    """
+    template = store.read_template(recipe.text, where=recipe.where)
+    filled = msgspec.structs.replace(recipe, text=template.fill(template.start()))
+    (only,) = documents(filled)
+    revisions = _Models(session, store, filled, {}).found(only)
+    _read(session, store, filled, 0, revisions, allow_nonfinite=False)
+    return revisions
+
+
+def _read(
+    session: Session,
+    store: Store,
+    recipe: RecipeText,
+    document: int,
+    revisions: Mapping[str, str],
+    *,
+    allow_nonfinite: bool,
+) -> RecipeRequest:
+    """Make the models that a recipe needs first, and read it; tell what it says in vain."""
     with session.progress() as tick:
         made = store.prepare_recipe(
             recipe.text,
@@ -185,20 +225,7 @@ def request_of_recipe(
     for text in found.warnings:
         warn(text)
     remarks(found.remarks)
-    if found.vocabulary is None:
-        return found.request
-    try:
-        return aligned(session, store, found.request, found.vocabulary)
-    except BadRequest as error:
-        tokenizer = every[document].tokenizer
-        for asked in () if tokenizer is None else tokenizer.tokens:
-            if error.where == f"tokens: {asked.token}":
-                place = at(recipe.where, asked.token.line)
-                what, _, hint = error.texts
-                raise BadRequest(
-                    f"the token {asked.token.text!r}: {what}", where=place, hint=hint
-                ) from error
-        raise
+    return found
 
 
 class _Models:

@@ -15,6 +15,11 @@ from mstore_cli.verbs import OF_NO_STORE
 
 _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
     "add_remote": ("remote", "add"),
+    "bisect_good": ("bisect", "good"),
+    "bisect_log": ("bisect", "log"),
+    "bisect_reset": ("bisect", "reset"),
+    "bisect_start": ("bisect", "start"),
+    "bisect_status": ("bisect",),
     "configure": ("config",),
     "files": ("ls",),
     "judge": ("gate", "run"),
@@ -44,6 +49,7 @@ _FLAGS: Final[Mapping[str, str]] = {
     "output": "-o",
     "parameters": "--param",
     "pull_request": "--pr",
+    "report_command": "--report-eval",
     "sources": "--from",
     "vocabulary": "--vocab",
 }

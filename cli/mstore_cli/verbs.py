@@ -12,6 +12,18 @@ GROUPS = {
     ),
     "Look": ("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe", "report"),
     "Judge": ("eval", "metrics", "gate", "gate run", "gate drop", "gate require"),
+    "Search": (
+        *(
+            "search",
+            "bisect",
+            "bisect start",
+            "bisect good",
+            "bisect bad",
+            "bisect skip",
+            "bisect run",
+        ),
+        *("bisect log", "bisect replay", "bisect reset"),
+    ),
     "Names": ("refs", "tag", "reset", "rename", "reflog", "rm", "note"),
     "Share": (
         *(

@@ -123,6 +123,7 @@ class Daemon:
             self._store.trust(*request.endpoints)
             self._store.token = os.environ.get(_TOKEN, "")
             self._store.cache_bytes_on_disk = request.cache_size
+            self._store.keep_again = request.keep_again
             tree = self._tree(self._store)
             if self._stop:
                 raise Unavailable("stopped before it was mounted", where=str(request.mountpoint))

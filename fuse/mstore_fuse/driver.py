@@ -72,6 +72,7 @@ class MountRequest:
     show_meta: bool = False
     endpoints: tuple[str, ...] = ()
     cache_size: int | None = None
+    keep_again: bool = False
 
     @property
     def shown(self) -> str | None:

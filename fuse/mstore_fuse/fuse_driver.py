@@ -225,7 +225,7 @@ def _with_log(request: MountRequest) -> MountRequest:
 
 # -- the daemon's command line ---------------------------------------------------------------------
 
-_SWITCHES = ("foreground", "allow_other", "follow", "adapters", "show_meta")
+_SWITCHES = ("foreground", "allow_other", "follow", "adapters", "show_meta", "keep_again")
 
 
 def words(request: MountRequest) -> list[str]:

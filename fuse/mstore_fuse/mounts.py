@@ -67,6 +67,7 @@ def mount(
     show_meta: bool = False,
     endpoints: Sequence[str] = (),
     cache_size: int | None = None,
+    keep_again: bool = False,
 ) -> MountInfo:
     """Show a snapshot (or, with `revision` None, the whole store) as files at `mountpoint`.
 
@@ -85,7 +86,8 @@ def mount(
     takes them; None leaves the configs as they are.
     show_meta: list the directory `.mstore` of a snapshot, which is found by name in any case.
     endpoints: as for `Store.trust`, if the store is lazy; credentials and MSTORE_TOKEN come from
-    the environment. cache_size: as `Store.cache_bytes_on_disk`.
+    the environment. cache_size, keep_again: as `Store.cache_bytes_on_disk` and
+    `Store.keep_again`.
 
     driver: `fuse`; `erofs`, by which the kernel itself reads the packs of a snapshot that is stored
     raw (as root, Linux 6.12 and later); or `auto`, `erofs` where it works and else `fuse`. With
@@ -116,6 +118,7 @@ def mount(
         show_meta=show_meta,
         endpoints=tuple(endpoints),
         cache_size=cache_size,
+        keep_again=keep_again,
     )
     *preferred, last = _chosen(request)
     if not preferred:
@@ -155,6 +158,7 @@ def shown(
     *,
     endpoints: Sequence[str] = (),
     cache_size: int | None = None,
+    keep_again: bool = False,
 ) -> Iterator[Path]:
     """Make a directory, and mount a snapshot there for the time of the block.
 
@@ -175,6 +179,7 @@ def shown(
                 on_ready=lambda info: answers.put(None),
                 endpoints=endpoints,
                 cache_size=cache_size,
+                keep_again=keep_again,
             )
             answers.put(None)
         except MstoreError as error:

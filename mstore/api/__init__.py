@@ -16,11 +16,11 @@ from typing import cast
 from mstore.api.adding import Adding
 from mstore.api.exchanging import Exchanging
 from mstore.api.exporting import Exporting
-from mstore.api.judging import Judging
 from mstore.api.keeping import Keeping
 from mstore.api.merging import Merging
 from mstore.api.naming import Naming
 from mstore.api.reading import Reading
+from mstore.api.searching import Searching
 from mstore.api.snapshot import Snapshot
 from mstore.store.refs import BRANCH, TAG
 from mstore.terms.errors import BadName, BadRequest, NotFound
@@ -30,7 +30,7 @@ from mstore.terms.report import html
 __all__ = ["Snapshot", "Store"]
 
 
-class Store(Reading, Adding, Merging, Naming, Exchanging, Exporting, Keeping, Judging):
+class Store(Reading, Adding, Searching, Merging, Naming, Exchanging, Exporting, Keeping):
     """An open store.  Use it as a context manager, or call `close`.
 
     Iterating gives the names of its branches and tags.

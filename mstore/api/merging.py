@@ -661,14 +661,13 @@ class Merging(Exchanging):
         Raises BadRequest (not a merge), NotFound (an unknown revision or tensor), Corrupt.
         """
         from mstore.merge.analysis.blame import blame
+        from mstore.snapshots.notes import culprit_on
 
-        return blame(
-            self._catalog,
-            self._catalog.resolve(revision),
-            tensor,
-            threads=thread_count(threads),
-            progress=progress,
+        snapshot = self._catalog.resolve(revision)
+        report = blame(
+            self._catalog, snapshot, tensor, threads=thread_count(threads), progress=progress
         )
+        return replace(report, culprit=culprit_on(self._catalog, snapshot))
 
     def replay(
         self,

@@ -53,6 +53,10 @@ class OpenStore:
 
     Set it before anything is read.
     """
+    keep_again: bool = False
+    """Whether `cache/` keeps a computed block only if it was computed before, for another merge or
+    by another process: for many virtual merges that are read once, and have few blocks in common.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         if not isinstance(catalog, Catalog):
@@ -352,6 +356,7 @@ class OpenStore:
                     self._memo,
                     self._cache_on_disk(self._catalog),
                     threads=thread_count(None),
+                    keep_again=lambda: self.keep_again,
                 )
             return self._virtual
 

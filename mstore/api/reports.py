@@ -55,6 +55,15 @@ from mstore.remotes.push import PushReport
 from mstore.remotes.registry import RemoteContents, RemoteRef, RemoteReport
 from mstore.remotes.tracking import MovedRef
 from mstore.remotes.usage import RemoteRefUsage, RemoteUsageReport
+from mstore.search.bisect import BisectLog, BisectMark, BisectReport, CulpritReport
+from mstore.search.search import (
+    FreeNumber,
+    ReportedScore,
+    SearchedReport,
+    SearchReport,
+    TrialReport,
+    searched,
+)
 from mstore.snapshots.add import AddReport
 from mstore.snapshots.checkout import CheckoutReport
 from mstore.snapshots.diff import DiffReport, FileDiff, TensorDiff
@@ -104,6 +113,9 @@ __all__ = [
     "AlignedModel",
     "AnalyzeReport",
     "BackupReport",
+    "BisectLog",
+    "BisectMark",
+    "BisectReport",
     "BlameReport",
     "BundleReport",
     "CandidateReport",
@@ -121,6 +133,7 @@ __all__ = [
     "CompatibilityFinding",
     "CompatibilityReport",
     "CopyReport",
+    "CulpritReport",
     "DiffReport",
     "DirectoryDiffReport",
     "DropReport",
@@ -134,6 +147,7 @@ __all__ = [
     "FetchReport",
     "FileDiff",
     "FileReport",
+    "FreeNumber",
     "GateReport",
     "GcReport",
     "HeldBytes",
@@ -177,8 +191,11 @@ __all__ = [
     "RemoveReport",
     "RepairReport",
     "ReplayReport",
+    "ReportedScore",
     "ReuseReport",
     "ReusedBlocks",
+    "SearchReport",
+    "SearchedReport",
     "SharedBytes",
     "SignatureReport",
     "SnapshotReport",
@@ -189,6 +206,7 @@ __all__ = [
     "TensorDiff",
     "TensorExplanation",
     "TensorReport",
+    "TrialReport",
     "TruncatedTensor",
     "UnpinReport",
     "UsageReport",
@@ -196,4 +214,5 @@ __all__ = [
     "VerdictRow",
     "VerifyReport",
     "WorkerReport",
+    "searched",
 ]

@@ -24,7 +24,7 @@ from mstore import fs
 from mstore.blocks.schema import JUDGED
 from mstore.checkpoint.paths import CONTROL
 from mstore.checkpoint.reading import Stamp
-from mstore.judging.process import run
+from mstore.judging.process import Ended, run
 from mstore.judging.scores import (
     Score,
     Written,
@@ -45,6 +45,8 @@ from mstore.terms.report import Report
 DAY: Final = 86_400.0
 """Seconds that a command may take unless somebody says otherwise."""
 _MAX_KEY_BYTES: Final = 200
+_OUT: Final = "out"
+_LOG: Final = "log"
 _TAIL_BYTES: Final = 4000
 
 Show = Callable[[SnapshotId, Path], AbstractContextManager[Path]]
@@ -183,35 +185,19 @@ def judgement_on(
     leave scores, or changes the snapshot's files; and what `show` raises.
     """
     with fs.scratch() as scratch:
-        directory = scratch / "out"
-        fs.make_directory(directory, private=True)
-        written = Written(directory, command.scores)
-        log = scratch / "log"
-        with show(snapshot, scratch) as shown:
-            words = command.in_directory(shown)
-            try:
-                ended = run(
-                    words,
-                    directory=directory,
-                    environment={"MSTORE_DIR": str(shown), "MSTORE_OUT": str(directory)},
-                    timeout=command.timeout,
-                    log=log,
-                    output=output,
-                    scratch=scratch,
-                )
-            except WrongCommand as error:
-                error.advise(_hint(command))
-                raise
+        written = Written(scratch / _OUT, command.scores)
+        ended = _ended_on(command, snapshot, show, output, scratch)
         hint = _hint(command) if ended.status else None
         if ended.status < 0 or (ended.status and (command.scores or hint)):
             by = f"signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
             kind = WrongCommand if hint else CommandFailed
-            raise kind(f"ended with {by}{_last_words(log)}", where=words[0], hint=hint)
+            last = _last_words(scratch / _LOG)
+            raise kind(f"ended with {by}{last}", where=command.words[0], hint=hint)
         if not command.scores:
             scores = {PASSED: float(ended.status == 0)}
             return Judgement(command, scores, ended.status, ended.seconds)
         files = {one.file: written.newest(one.file) for one in command.scores}
-        results = {file: read_result(path, directory) for file, path in files.items()}
+        results = {file: read_result(path, scratch / _OUT) for file, path in files.items()}
         samples = {one.name: samples_of(written, one) for one in command.scores}
         told = {name: found.to_note() for name, found in samples.items() if found is not None}
         return Judgement(
@@ -223,6 +209,38 @@ def judgement_on(
             task_facts(one.document for one in results.values()),
             {name: one for name, one in told.items() if one is not None},
         )
+
+
+def status_on(command: Command, snapshot: SnapshotId, show: Show, output: int | None = None) -> int:
+    """Run a command on a snapshot; return its exit status, negative for a signal.
+
+    Raises WrongCommand if it cannot be started, CommandFailed if it does not end by itself or
+    changes the snapshot's files, and what `show` raises.
+    """
+    with fs.scratch() as scratch:
+        return _ended_on(command, snapshot, show, output, scratch).status
+
+
+def _ended_on(
+    command: Command, snapshot: SnapshotId, show: Show, output: int | None, scratch: Path
+) -> Ended:
+    """Run a command on a snapshot in `scratch`, which gets what it leaves."""
+    directory = scratch / _OUT
+    fs.make_directory(directory, private=True)
+    with show(snapshot, scratch) as shown:
+        try:
+            return run(
+                command.in_directory(shown),
+                directory=directory,
+                environment={"MSTORE_DIR": str(shown), "MSTORE_OUT": str(directory)},
+                timeout=command.timeout,
+                log=scratch / _LOG,
+                output=output,
+                scratch=scratch,
+            )
+        except WrongCommand as error:
+            error.advise(_hint(command))
+            raise
 
 
 def _last_words(log: Path) -> str:

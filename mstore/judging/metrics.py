@@ -32,6 +32,8 @@ class MetricsRow(Report, frozen=True):
     """bytes that a merge without a budget reads from them; None if it was not merged"""
     scores: dict[str, float]
     """the scores of evaluations, by name"""
+    culprit: str | None = None
+    """what a bisection found to be to blame for a bad merge, in words"""
 
 
 def metrics(catalog: Catalog, named: Iterable[tuple[str, SnapshotId]]) -> list[MetricsRow]:
@@ -69,4 +71,5 @@ def _row(catalog: Catalog, name: str, id: SnapshotId, scores: dict[str, float]) 
         planned_expert_bytes=None if plan is None else plan.planned_expert_bytes,
         full_expert_bytes=None if plan is None else plan.full_expert_bytes,
         scores=scores,
+        culprit=notes.culprit_on(catalog, id),
     )

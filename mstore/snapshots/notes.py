@@ -12,7 +12,7 @@ command: no copy, fetch or push has these rows, and a removal of the note takes 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
@@ -27,6 +27,7 @@ from mstore.store.objects.note import (
     PASSED,
     REMOVAL,
     STATING,
+    VALUE,
     VERDICT,
     Note,
     gate_of,
@@ -142,6 +143,21 @@ def _number(score: object) -> str:
 
 
 # -- reading -------------------------------------------------------------------------------------
+
+CULPRIT: Final = "culprit"
+"""The key of what a bisection found of a merge, in words."""
+
+
+def culprit_on(catalog: Catalog, snapshot: SnapshotId) -> str | None:
+    """Return what the last bisection of a merge found, in words; None if there was none."""
+    found = notes_on(catalog, snapshot)
+    state_of = states(found)
+    texts = [
+        one.value
+        for id, one in found.items()
+        if (one.form, one.key) == (VALUE, CULPRIT) and state_of[id] == COUNTS
+    ]
+    return texts[-1] if texts and isinstance(texts[-1], str) else None
 
 
 def notes_on(catalog: Catalog, snapshot: SnapshotId) -> dict[NoteId, Note]:

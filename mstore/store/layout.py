@@ -11,6 +11,7 @@ STORE/
   refs/       text mirror of the refs, and the list of packs
   remotes/    what is known of remotes, can be read again; missing while there is none
   cache/      what lazy remotes sent and virtual merges made, can be thrown away; may be missing
+  searches/   logs of searches that go on (`mstore.search.runlog`); may be missing
   lost+found/ packs that the index does not know; missing while there is none
   tmp/        one directory a running operation; garbage when its owner is gone
 """
@@ -55,7 +56,18 @@ _TABLES = ("index", "stats", "memo")
 
 _VERSION = re.compile(r"0|[1-9][0-9]{0,8}")
 
-_DIRECTORIES = ("packs", "index", "stats", "memo", "refs", "remotes", "cache", "lost+found", "tmp")
+_DIRECTORIES = (
+    "packs",
+    "index",
+    "stats",
+    "memo",
+    "refs",
+    "remotes",
+    "cache",
+    "searches",
+    "lost+found",
+    "tmp",
+)
 _MADE_ANEW = ("cache", "lock", "lost+found", "memo", "remotes", "stats", "tmp")
 _PACKS_OF = re.compile("[0-9a-f]{2}")
 _FILES = (
@@ -178,6 +190,11 @@ class Layout(msgspec.Struct, frozen=True):
     def remotes(self) -> Path:
         """What is known of remotes (`mstore.remotes.state`).  May be missing."""
         return self.root / "remotes"
+
+    @property
+    def searches(self) -> Path:
+        """Logs of searches (`mstore.search.runlog`).  May be missing."""
+        return self.root / "searches"
 
     @property
     def tmp(self) -> Path:

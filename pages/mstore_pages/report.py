@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mstore_pages import figures, heatmap, sections
+from mstore_pages import figures, heatmap, sections, trials
 from mstore_pages.document import page, section, tiles
 from mstore_pages.maps import maps_of
 from mstore_pages.markup import Child, Markup, tag
@@ -137,6 +137,13 @@ def _parts(summary: SnapshotSummary, typed: Typed) -> Iterator[Part]:
         "once, by the hash of its bytes.",
         *(sections.blocks(summary.blocks, summary.snapshot) if summary.blocks else ()),
     )
+    if summary.search is not None and summary.search.trials:
+        yield part(
+            "search",
+            "The search that it won",
+            trials.lead(summary.search),
+            *trials.sections(summary.search),
+        )
     yield part(
         "notes",
         "Notes and evaluations",

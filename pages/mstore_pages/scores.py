@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mstore.api.reports import NoteReport, SnapshotReport
     from mstore_pages.summary import Ancestor
 
+_LONGEST = 500
+"""Letters of a value that a page shows."""
 _SIGNS = {">=": "≥", "<=": "≤"}
 
 
@@ -23,7 +25,9 @@ def told(note: NoteReport) -> str:
     """Return what a note says in a line: of a verdict each score with its limit."""
     limits = _limits(note)
     if not limits:
-        return note.told()
+        whole = note.told()
+        # A note may have 64 KiB, which nobody reads in a table.
+        return whole if len(whole) <= _LONGEST else f"{whole[:_LONGEST]}…"
     passed = "passed" if note.value.get("passed") is True else "did not pass"
     own = _scores(note)
     limited = {one.get("score") for one in limits}

@@ -12,6 +12,7 @@ from mstore.api.reports import (
     DiffReport,
     PlanReport,
     ReuseReport,
+    SearchedReport,
     SnapshotReport,
     SweepReport,
 )
@@ -149,6 +150,8 @@ class SnapshotSummary(Report, frozen=True):
     """cosines of the changes of the result and of the experts"""
     blocks: ReuseReport | None
     """blocks by origin and codec"""
+    search: SearchedReport | None
+    """the search that it won, as its notes tell; None if none did"""
     recipe: str | None
     """the recipe of a merge, as mergekit reads it"""
     warnings: tuple[Text, ...]

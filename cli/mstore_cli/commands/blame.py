@@ -82,6 +82,8 @@ def _draw(screen: Screen, report: BlameReport, by: By) -> None:
         f"read {format_size(report.expert_bytes_read)} of experts and "
         f"{format_size(report.base_bytes_read)} of the base in {format_seconds(report.seconds)}"
     )
+    if report.culprit is not None:
+        screen.line(f"a bisection found to blame: {report.culprit}", style="red")
     screen.line()
     ones: Sequence[TensorBlame | LayerBlame] = ()
     if by is By.TENSOR:

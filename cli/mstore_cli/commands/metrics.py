@@ -60,6 +60,9 @@ def metrics(
             return
         columns = (*COLUMNS, *(Column(name, right=True) for name in scores))
         screen.table(columns, (_cells(row, scores) for row in rows))
+        for row in rows:
+            if row.culprit is not None:
+                screen.line(f"{row.name}: a bisection found to blame: {row.culprit}", style="red")
 
     session.output.emit({"metrics": rows}, ids=[row.name for row in rows], human=human)
 

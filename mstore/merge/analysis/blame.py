@@ -161,6 +161,8 @@ class BlameReport(Report, frozen=True):
     """bytes read from the base"""
     seconds: float
     """how long it took"""
+    culprit: str | None = None
+    """what a bisection found to be to blame for a bad merge, in words"""
 
 
 def blame(

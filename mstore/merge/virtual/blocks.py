@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 
@@ -128,10 +128,26 @@ class _Tensor:
 
 
 class VirtualBlocks:
-    """Computes virtual blocks for the views of one store (`mstore.store.block_cache.Computing`)."""
+    """Computes virtual blocks for the views of one store (`mstore.store.block_cache.Computing`).
 
-    def __init__(self, catalog: Catalog, memo: Memo, cache: DiskCache, *, threads: int) -> None:
+    keep_again: asked for each chunk, whether its blocks are kept only if they were computed before:
+    the memo table tells that.  What the same plan needs again, as readers dropped it, does not
+    count.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        memo: Memo,
+        cache: DiskCache,
+        *,
+        threads: int,
+        keep_again: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._catalog = catalog
+        self._keep_again = keep_again
+        self._first: dict[bytes, PlanId] = {}
+        """The plan for which a chunk was computed here first, by its memo key."""
         self._kept = KeptBlocks(memo, cache)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "virtual")
@@ -271,12 +287,15 @@ class VirtualBlocks:
         ids = [BlockId.of(block) for block in blocks]
         row = Remembered.of(task, ids, taken, count_new(loaded, out))
         self._verify(tensor, number, key, row)
-        made += zip(self._blocks(task, row), blocks, strict=True)
+        if not self._keep_again() or self._first.get(key) != tensor.plan.id:
+            made += zip(self._blocks(task, row), blocks, strict=True)
         return blocks
 
     def _verify(self, tensor: _Tensor, number: int, key: bytes, made: Remembered) -> None:
+        """Compare a chunk with what is remembered of it, or remember it.  Raises Corrupt."""
         known = self._kept.row(key)
         if known is None:
+            self._first[key] = tensor.plan.id
             self._kept.remember(key, made)
         elif known.blocks != made.blocks:
             numbers = tensor.numbers(number)

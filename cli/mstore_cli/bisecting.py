@@ -1,0 +1,84 @@
+"""The common part of `mstore bisect ...`: how a report is told, and what a mark does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mstore_cli.errors import Ended
+from mstore_cli.output import Screen, short
+from mstore_cli.session import Session
+from mstore_cli.sizes import counted
+
+if TYPE_CHECKING:
+    from mstore.api.reports import BisectReport
+
+ONLY_SKIPPED = 2
+"""The exit status if only skipped positions are left, as git's."""
+
+
+def mark(session: Session, answer: str, revision: str | None) -> None:
+    """Say what a revision is, or what is tried now; tell what is next."""
+    with session.open() as store:
+        report = store.bisect_mark(answer, revision)
+        session.settled()
+    tell(session, report)
+
+
+def tell(session: Session, report: BisectReport) -> None:
+    """Print where a bisection stands; end with status 2 if only skipped positions are left."""
+    ids = [report.first_bad] if report.first_bad else [report.next] if report.next else []
+    session.output.emit(report, ids=ids, human=lambda screen: draw(screen, report))
+    if report.suspects:
+        raise Ended(ONLY_SKIPPED)
+
+
+def draw(screen: Screen, report: BisectReport) -> None:
+    """Draw where a bisection stands."""
+    from mstore.terms.ids import SnapshotId
+
+    if report.lacks is not None:
+        screen.line(
+            f"{counted(report.left, 'earlier position')} of {report.name}; none is good yet"
+        )
+        screen.command("to name a good one", "mstore bisect good REF")
+    elif report.next is not None and report.by:
+        screen.line(f"bisecting {report.name}: {counted(report.left, 'unit')}")
+        screen.line(f"try {report.next}: {tried(report)}")
+        _draw_how(screen, report.next)
+    elif report.next is not None:
+        screen.line(
+            f"bisecting {report.name}: {counted(report.left, 'position')} left to try "
+            f"(roughly {counted(report.steps, 'step')})"
+        )
+        shown = short(SnapshotId.fromhex(report.next))
+        screen.line(f"try {shown}")
+        _draw_how(screen, shown)
+    elif report.first_bad is not None:
+        screen.line(f"{short(report.first_bad)} is the first bad snapshot", style="green")
+        screen.command("what it is", f"mstore show {short(report.first_bad)}")
+    elif report.suspects:
+        screen.line("only skipped positions are left; the first bad one may be any of:")
+        for one in report.suspects:
+            screen.line(f"  {short(one)}")
+    else:
+        _draw_culprits(screen, report)
+
+
+def tried(report: BisectReport) -> str:
+    """Return what is to be tried, in words."""
+    if report.by:
+        return report.tried_text()
+    return (report.next or "")[:12]
+
+
+def _draw_how(screen: Screen, shown: str) -> None:
+    screen.command("look at it", f"mstore mount {shown} DIR")
+    screen.command("then say", "mstore bisect good (or bad, or skip)")
+
+
+def _draw_culprits(screen: Screen, report: BisectReport) -> None:
+    if not report.culprits:
+        screen.line(f"too much was skipped to tell what is to blame in {report.name}")
+        return
+    screen.line(f"to blame: {report.text()}", style="green")
+    screen.line(f"{counted(report.probes, 'probe')}, {report.skipped} skipped")

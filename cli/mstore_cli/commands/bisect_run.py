@@ -1,0 +1,100 @@
+"""`mstore bisect run`: let a command say what is good and bad."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from mstore_cli.bisecting import tell, tried
+from mstore_cli.command import command
+from mstore_cli.commands.bisect_start import Experts, Good, Layers
+from mstore_cli.errors import UsageError
+from mstore_cli.judging import Checkout, Timeout, output_of, seconds_of, show_of
+from mstore_cli.options import Argument, Revision
+from mstore_cli.output import Mode, printable, printing
+from mstore_cli.session import Session
+
+if TYPE_CHECKING:
+    from mstore import Store
+    from mstore.api.reports import BisectReport
+
+
+@command(
+    example="mstore bisect run --experts llama/merged -- python /srv/works.py {}",
+    failure="an error, or the command ended with 128 or more; the marks stay\n"
+    "  2  only positions that were skipped are left",
+)
+def bisect_run(
+    session: Session,
+    revision: Revision,
+    words: Annotated[
+        tuple[str, ...],
+        Argument(
+            metavar="-- COMMAND",
+            help="The program and its arguments, after `--`; {} is the snapshot's directory.",
+            may_be_empty=True,
+        ),
+    ] = (),
+    good: Good = (),
+    experts: Experts = False,
+    layers: Layers = False,
+    timeout: Timeout = None,
+    checkout: Checkout = False,
+) -> None:
+    """Let a command say what is good and what is bad.
+
+    One snapshot after another is tried, until it is found what is to blame.
+
+    The exit status of the command is the answer, as for git bisect run: 0 is good, 125 cannot be
+    judged, others from 1 to 127 are bad, 128 or more stop the search. If the first is 126 or 127,
+    the command also runs on what is good: if it ends the same, it is the command that fails.
+
+    The command sees each snapshot as for `mstore eval`. A search that was stopped goes on where it
+    was: type the same line again.
+    """
+    if not words:
+        raise UsageError(
+            "no command to run",
+            hint=f"mstore bisect run {revision} -- python /path/to/test.py {{}}",
+        )
+
+    def told(report: BisectReport, status: int) -> None:
+        judged = {0: "good", 125: "skipped"}.get(status, f"bad ({status})")
+        if session.output.mode is Mode.HUMAN:
+            # A try may take an hour: each is told when it has ended.
+            with printing():
+                session.output.stream.write(f"{printable(tried(report))}: {judged}\n")
+                session.output.stream.flush()
+
+    with session.open() as store:
+        begin(store, revision, good=good, experts=experts, layers=layers)
+        report = store.bisect_run(
+            words,
+            timeout=None if timeout is None else seconds_of(timeout),
+            show=show_of(session, checkout=checkout),
+            output=output_of(session),
+            tell=told,
+        )
+        session.settled()
+    tell(session, report)
+
+
+def begin(
+    store: Store, revision: str, *, good: tuple[str, ...], experts: bool, layers: bool
+) -> None:
+    """Begin a bisection, unless the same one goes on."""
+    from mstore.terms.errors import NotFound
+
+    try:
+        going = store.bisect_status()
+    except NotFound:
+        store.bisect_start(revision, good=good, experts=experts, layers=layers)
+        return
+    by = (*(("experts",) if experts else ()), *(("layers",) if layers else ()))
+    if going.snapshot != store[revision].id or going.by != by:
+        what = f" by {' and '.join(going.by)}" if going.by else ""
+        raise UsageError(
+            f"another bisection goes on, of {going.name}{what}",
+            hint="to end it: mstore bisect reset",
+        )
+    for one in good:
+        store.bisect_mark("good", one)

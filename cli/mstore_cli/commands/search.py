@@ -1,0 +1,270 @@
+"""`mstore search`: find the best numbers of a recipe, or its best experts, and merge them."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Annotated
+
+from mstore_cli.command import command
+from mstore_cli.errors import Interrupted, UsageError, remarks
+from mstore_cli.judging import Checkout, Timeout, seconds_of, show_of
+from mstore_cli.options import DECIDES, HOW, REPORTS, RESULT, WHAT, Message, Option, Threads
+from mstore_cli.output import Column, Mode, Screen, short
+from mstore_cli.recipes import RecipeText, models_of_template
+from mstore_cli.session import Session
+from mstore_cli.sizes import counted, format_size
+
+if TYPE_CHECKING:
+    from mstore.api.reports import SearchReport, TrialReport
+    from mstore.search.template import Template
+
+
+@command(
+    example="mstore search --recipe search.yml --eval 'python /srv/loss.py tune {}' "
+    "--score loss.json:loss --minimize --report-eval 'python /srv/loss.py test {}' "
+    "--name llama/best",
+    failure="an error; what was tried is kept, and the same line goes on",
+)
+def search(
+    session: Session,
+    *,
+    recipe: Annotated[
+        str,
+        Option(
+            "--recipe",
+            metavar="FILE",
+            help="A recipe of mergekit (YAML) with free numbers, as weight: {min: 0, max: 1}; or a "
+            "config of mergekit-evolve; - reads standard input.",
+            group=WHAT,
+        ),
+    ],
+    name: Annotated[
+        str,
+        Option("--name", metavar="REF", help="The branch of the best merge.", group=RESULT),
+    ],
+    decider: Annotated[
+        str | None,
+        Option(
+            "--eval",
+            metavar="COMMAND",
+            help="The command that decides, split into words as a shell does; {} is the directory "
+            "of a trial's merge.",
+            group=DECIDES,
+        ),
+    ] = None,
+    score: Annotated[
+        str | None,
+        Option(
+            "--score",
+            metavar="[NAME=]FILE:POINTER",
+            help="The score that decides, as for `mstore eval`: a number in a file of JSON that "
+            "the command writes.",
+            group=DECIDES,
+        ),
+    ] = None,
+    minimize: Annotated[
+        bool, Option("--minimize", help="Less is better, as of a loss.", group=DECIDES)
+    ] = False,
+    report_eval: Annotated[
+        str | None,
+        Option(
+            "--report-eval",
+            metavar="COMMAND",
+            help="The command that reports, by other examples than those that decide: on the "
+            "winner, on what was tried first, on each expert.",
+            group=REPORTS,
+        ),
+    ] = None,
+    report_score: Annotated[
+        str | None,
+        Option(
+            "--report-score",
+            metavar="[NAME=]FILE:POINTER",
+            help="The score that it reports [default: that of --score].",
+            group=REPORTS,
+        ),
+    ] = None,
+    same_set: Annotated[
+        bool,
+        Option(
+            "--same-set",
+            help="Let the command that decides report, too. Its scores of the winner are too good.",
+            group=REPORTS,
+        ),
+    ] = False,
+    trials: Annotated[
+        int,
+        Option("--trials", metavar="N", min=1, help="How many merges to try at most.", group=HOW),
+    ] = 50,
+    sampler: Annotated[
+        str,
+        Option(
+            "--sampler",
+            metavar="NAME",
+            help="tpe or cmaes (these need mstore[search]) or grid, over free numbers; "
+            "greedy-soup, leave-one-out or add-one-in, over experts.",
+            group=HOW,
+        ),
+    ] = "tpe",
+    seed: Annotated[
+        int,
+        Option("--seed", metavar="N", min=0, help="What its draws follow from.", group=HOW),
+    ] = 0,
+    jobs: Annotated[
+        int,
+        Option(
+            "--jobs",
+            metavar="N",
+            min=1,
+            help="How many trials to evaluate side by side. Another number tries others.",
+            group=HOW,
+        ),
+    ] = 1,
+    restart: Annotated[
+        bool,
+        Option("--restart", help="Forget what an earlier search for this name tried.", group=HOW),
+    ] = False,
+    timeout: Timeout = None,
+    checkout: Checkout = False,
+    message: Message = "",
+    threads: Threads = None,
+) -> None:
+    """Find the best weights of a recipe, or its best experts.
+
+    Each trial is a virtual merge that the command sees as for `mstore eval`; nothing of it is
+    stored, and the best one becomes an ordinary merge. The first has weights of 1/K for K experts.
+    Of more than 16 free numbers, some become one.
+
+    What decided over many trials says too much good of the winner. So another command reports, by
+    examples that decided nothing.
+
+    A search that was stopped goes on where it was: type the same line again. With the same seed,
+    jobs and scores it ends with the same merge.
+    """
+    text = RecipeText.read(recipe, strict=False)
+    words = None if decider is None else _words("--eval", decider)
+    report_words = None if report_eval is None else _words("--report-eval", report_eval)
+
+    def told(trial: TrialReport, best: TrialReport | None) -> None:
+        if session.output.mode is Mode.HUMAN:
+            remarks([_line(trial, best)])
+
+    with session.open() as store:
+        if words is None or score is None:
+            raise _lacking(store.read_template(text.text, where=text.where), text.where)
+        models = models_of_template(session, store, text)
+        try:
+            report = store.search(
+                text.text,
+                words,
+                name=name,
+                score=score,
+                minimize=minimize,
+                trials=trials,
+                sampler=sampler,
+                seed=seed,
+                jobs=jobs,
+                report_command=report_words,
+                report_score=report_score,
+                same_set=same_set,
+                restart=restart,
+                where=text.where,
+                models=models,
+                message=message,
+                timeout=None if timeout is None else seconds_of(timeout),
+                show=show_of(session, checkout=checkout, keep_again=True),
+                tell=told,
+                threads=threads,
+            )
+            session.settled()
+        except KeyboardInterrupt as stop:
+            raise Interrupted("the same command goes on from what was tried") from stop
+    session.output.emit(report, ids=[report.snapshot], human=lambda screen: _draw(screen, report))
+
+
+def _lacking(template: Template, where: str) -> UsageError:
+    """Return what says which command may decide."""
+    line, score, told = "python /path/to/score.py {}", "results.json:loss", ""
+    found = template.evaluation
+    if found is not None:
+        words = ["lm_eval", "run", "--model", "hf", "--model_args", "pretrained={},dtype=bfloat16"]
+        for name, value in found.options.items():
+            words += [f"--{name}", *([] if value is True else [str(value)])]
+        line, score = shlex.join([*words, "--output_path", "."]), found.score
+        told = f"; the tasks of {where} are for a command here"
+    return UsageError(
+        f"--eval and --score say how good a merge is{told}",
+        hint=f"add --eval {shlex.quote(line)} --score {shlex.quote(score)}",
+    )
+
+
+def _words(option: str, text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {str(error).lower()}: {text!r}") from None
+    if not words:
+        raise UsageError(f"{option}: it is empty")
+    if not any("{}" in word or "MSTORE_DIR" in word for word in words):
+        told = f"{option}: nothing in {shlex.join(words)} names the model"
+        remarks([f"{told}: {{}} is its directory, and so is $MSTORE_DIR"])
+    return words
+
+
+def _line(trial: TrialReport, best: TrialReport | None) -> str:
+    """Return a line on a trial."""
+    if trial.score is None:
+        return f"trial {trial.number}: no score: {trial.error}"
+    what = (
+        " ".join(f"{value:g}" for value in trial.values)
+        if trial.experts is None
+        else " + ".join(trial.experts)
+    )
+    known = " (tried before)" if not trial.seconds else ""
+    so_far = "" if best is None else f"; best {_number(best.score)}, trial {best.number}"
+    return f"trial {trial.number}: {_number(trial.score)}{known} by {what}{so_far}"
+
+
+def _number(score: float | None) -> str:
+    return "-" if score is None else f"{score:.6g}"
+
+
+def _draw(screen: Screen, report: SearchReport) -> None:
+    done = f"merged {report.name} {short(report.snapshot)}"
+    if not report.new_snapshot:
+        done = f"nothing new: {report.name} holds this merge already"
+    screen.line(done, style="green")
+    first = "" if report.first is None else f"; the first trial had {_number(report.first)}"
+    screen.fields(
+        [
+            (report.score, f"{_number(report.best)}{first}"),
+            ("experts", None if report.experts is None else ", ".join(report.experts)),
+            *((name, f"{value:g}") for name, value in report.values.items()),
+            ("trials", f"{len(report.trials)} by {report.sampler}, seed {report.seed}"),
+            ("  evaluated", counted(report.evaluated, "merge")),
+            ("  resumed", report.resumed or None),
+            ("written", format_size(report.bytes_written)),
+            ("decided by", report.decided_by),
+            ("reported by", report.reported_by),
+        ]
+    )
+    screen.table(
+        [Column("model"), Column("what it is"), Column(report.reported_score, right=True)],
+        [
+            (
+                one.name,
+                {"winner": "the winner", "start": "tried first", "expert": "an expert"}[one.role],
+                _number(one.score),
+            )
+            for one in report.reported
+        ],
+    )
+    if report.reported_by == report.decided_by:
+        screen.line("the examples that decided also report: the winner is likely less good")
+    for text in report.remarks:
+        screen.line(f"remark: {text}")
+    screen.command("to look at the trials", f"mstore report {report.name} -o {_page(report.name)}")
+
+
+def _page(name: str) -> str:
+    return shlex.quote(f"{name.replace('/', '-')}.html")

@@ -1,0 +1,1 @@
+"""Searches over merges that are planned and not computed: culprits, and the best weights."""

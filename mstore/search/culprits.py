@@ -1,0 +1,137 @@
+"""Which units of a whole are to blame: leaving out one by one, halving, and delta debugging.
+
+A unit is an expert, a layer, or a layer of an expert. A probe tries some units without the others,
+and is good, bad, or cannot be judged. This module only chooses probes. Equal answers lead to equal
+probes: a search that was interrupted is its answers, given again.
+
+Sources: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input (2002), for
+`_minimal`; git-bisect(1) for a probe that cannot be judged.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+Unit = TypeVar("Unit", bound=Hashable)
+FEW: Final = 8
+"""Of up to this many units, each is left out once."""
+
+
+class Answer(enum.Enum):
+    """What a probe was."""
+
+    GOOD = "good"
+    BAD = "bad"
+    SKIPPED = "skip"
+
+
+class Blamed(msgspec.Struct, Generic[Unit], frozen=True):
+    """Which units are to blame.
+
+    culprits: sets of units, each bad without all others, in the order in which they were found. In
+    a set of several, none is bad without the others: they interact. alone: what the probe of each
+    set said: bad, or it was skipped, and the set is what other probes leave. rest: what all other
+    units together are; None if there are no others, or no set was found.
+    """
+
+    culprits: tuple[tuple[Unit, ...], ...]
+    alone: tuple[Answer, ...]
+    rest: Answer | None
+
+
+def find(units: Sequence[Unit], ask: Callable[[frozenset[Unit]], Answer]) -> Blamed[Unit]:
+    """Return which units are to blame; all together are bad, and none at all are good.
+
+    ask: tries these units without the others.  It is asked once for each set.
+    """
+    search = _Search(units, ask)
+    culprits: list[tuple[Unit, ...]] = []
+    left, rest = list(units), None
+    while left and rest in (None, Answer.BAD):
+        found = search.culprit(left)
+        if found is None:
+            break
+        culprits.append(tuple(found))
+        left = [one for one in left if one not in found]
+        rest = search.answer(left) if left else None
+    return Blamed(tuple(culprits), tuple(map(search.answer, culprits)), rest)
+
+
+class _Search(Generic[Unit]):
+    def __init__(self, units: Sequence[Unit], ask: Callable[[frozenset[Unit]], Answer]) -> None:
+        self._units = units
+        self._ask = ask
+        self._answers: dict[frozenset[Unit], Answer] = {
+            frozenset(): Answer.GOOD,
+            frozenset(units): Answer.BAD,
+        }
+
+    def answer(self, units: Sequence[Unit]) -> Answer:
+        """Return what these units are without the others."""
+        key = frozenset(units)
+        if key not in self._answers:
+            self._answers[key] = self._ask(key)
+        return self._answers[key]
+
+    def _is_bad(self, units: Sequence[Unit]) -> bool:
+        return self.answer(units) is Answer.BAD
+
+    def culprit(self, units: Sequence[Unit]) -> list[Unit] | None:
+        """Return a smallest set that is bad, of units that are; None if no probe tells."""
+        guess = self._needed(units) if len(units) <= FEW else self._halved(units)
+        told = self.answer(guess) if guess else Answer.GOOD
+        if guess and told is not Answer.GOOD:
+            return self._minimal(guess) if told is Answer.BAD else guess
+        inside = frozenset(units)
+        # What is bad is known of some sets already; the first of the smallest.
+        known = [key for key, told in self._answers.items() if told is Answer.BAD and key <= inside]
+        if not known:
+            return None
+        smallest = min(known, key=len)
+        return self._minimal([one for one in units if one in smallest])
+
+    def _needed(self, units: Sequence[Unit]) -> list[Unit]:
+        """Return the units without which the others are good; if none, those that may be it."""
+        left_out = {one: self.answer([other for other in units if other != one]) for one in units}
+        return [one for one in units if left_out[one] is Answer.GOOD] or [
+            one for one in units if left_out[one] is Answer.SKIPPED
+        ]
+
+    def _halved(self, units: Sequence[Unit]) -> list[Unit] | None:
+        """Return the culprit if there is one; each step believes that one half is bad."""
+        while len(units) > 1:
+            middle = len(units) // 2
+            first, second = units[:middle], units[middle:]
+            told = self.answer(first)
+            if told is Answer.SKIPPED:
+                told = {Answer.BAD: Answer.GOOD, Answer.GOOD: Answer.BAD}.get(
+                    self.answer(second), Answer.SKIPPED
+                )
+            if told is Answer.SKIPPED:
+                return None
+            units = first if told is Answer.BAD else second
+        return list(units)
+
+    def _minimal(self, units: Sequence[Unit]) -> list[Unit]:
+        """Return a part of bad units that is bad, and is not without any one of them (ddmin)."""
+        left, count = list(units), 2
+        while len(left) > 1:
+            size = -(-len(left) // count)
+            parts = [left[at : at + size] for at in range(0, len(left), size)]
+            bad = next((part for part in parts if self._is_bad(part)), None)
+            if bad is not None:
+                left, count = bad, 2
+                continue
+            others = [[one for one in left if one not in part] for part in parts]
+            bad = next((other for other in others if self._is_bad(other)), None)
+            if bad is not None:
+                left, count = bad, max(count - 1, 2)
+            elif count >= len(left):
+                break
+            else:
+                count = min(len(left), 2 * count)
+        return left

@@ -1,0 +1,576 @@
+"""Searches: trials, what is kept of them, the winner, and going on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from cli_runs import run_once
+
+from mstore import SnapshotId, Store
+from mstore.api.reports import SearchReport, TrialReport
+from mstore.judging.evaluation import Command
+from mstore.search.genome import read_template
+from mstore.search.search import Search
+from mstore.search.trials import Trial
+from mstore.terms.errors import BadRequest, CommandFailed, Conflict, Corrupt, NotFound
+from mstore_pages import gather
+from mstore_pages import report as report_page
+
+EXPERTS = 3
+PARTS = ("mlp", "attn")
+BEST = (0.3, 0.6, 0.1)
+SHAPE = (64, 512)
+MODEL_BYTES = 2 * len(PARTS) * (64 * 512 * 4 + 2 * 32)
+"""Of a model's blocks, two to a tensor, each with its id."""
+COPY = ["cp", "{}/loss.json", "."]
+REPORT = ["cp", "{}/loss.json", "other.json"]
+RECIPE = "merge_method: task_arithmetic\nbase_model: base\nmodels:\n" + "".join(
+    f"  - model: e{k}\n    parameters: {{weight: {{min: 0, max: 1, step: 0.05}}}}\n"
+    for k in range(EXPERTS)
+)
+BY_PART = RECIPE.replace(
+    "{min: 0, max: 1, step: 0.05}",
+    "[{filter: mlp, value: {min: 0, max: 1, step: 0.5}}, {value: {min: 0, max: 1, step: 0.5}}]",
+    1,
+).replace("{min: 0, max: 1, step: 0.05}", "0.5")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of a base and experts, and the model that the best merge comes near to."""
+    root = tmp_path_factory.mktemp("search")
+    rng = np.random.default_rng(0)
+    names = [f"model.layers.{layer}.{part}.weight" for layer in range(2) for part in PARTS]
+    base = {name: rng.standard_normal(SHAPE).astype(np.float32) for name in names}
+    experts = [
+        {
+            name: one + rng.standard_normal(SHAPE).astype(np.float32) / 10
+            for name, one in base.items()
+        }
+        for _ in range(EXPERTS)
+    ]
+    goal = {
+        name: one + sum(w * (e[name] - one) for w, e in zip(BEST, experts, strict=True))
+        for name, one in base.items()
+    }
+    families.write_checkpoint(root / "base", base)
+    np.savez(root / "goal.npz", **goal)
+    with Store.init(root / "store", block_size=families.BLOCK) as store:
+        store.add(root / "base", name="base")
+        for number, expert in enumerate(experts):
+            families.write_checkpoint(root / f"e{number}", expert)
+            store.add(root / f"e{number}", name=f"e{number}", base="base")
+    return root
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path) -> Path:
+    """A store of one's own."""
+    shutil.copytree(made / "store", tmp_path / "store")
+    shutil.copy(made / "goal.npz", tmp_path)
+    return tmp_path
+
+
+class Eyes:
+    """Shows snapshots as a directory with their loss, which commands copy.
+
+    interrupted: of which show Ctrl-C is pressed.
+    """
+
+    def __init__(self, place: Path, store: Store, interrupted: int | None = None) -> None:
+        self._goal = dict(np.load(place / "goal.npz"))
+        self._store = store
+        self.shown: list[SnapshotId] = []
+        self._interrupted = interrupted
+
+    def loss(self, snapshot: SnapshotId) -> float:
+        model = self._store[snapshot].load()
+        return float(sum(np.square(model[name] - one).sum() for name, one in self._goal.items()))
+
+    @contextmanager
+    def __call__(self, snapshot: SnapshotId, scratch: Path) -> Iterator[Path]:
+        if len(self.shown) == self._interrupted:
+            raise KeyboardInterrupt
+        self.shown.append(snapshot)
+        directory = scratch / "model"
+        directory.mkdir()
+        (directory / "loss.json").write_text(json.dumps({"loss": self.loss(snapshot)}))
+        yield directory
+
+
+def search(store: Store, show: Any, name: str = "best", **more: Any) -> SearchReport:
+    wanted: dict[str, Any] = {
+        "recipe": RECIPE,
+        "command": COPY,
+        "score": "loss.json:loss",
+        "minimize": True,
+        "report_command": REPORT,
+        "report_score": "other.json:loss",
+        "trials": 8,
+    }
+    return store.search(**(wanted | more), name=name, show=show)
+
+
+def scores_of(report: SearchReport) -> list[tuple[tuple[float, ...], float | None]]:
+    return [(one.values, one.score) for one in report.trials]
+
+
+def candidates(store: Store) -> list[str]:
+    return [name for name in store.ref_ids() if name.startswith("candidates/")]
+
+
+def test_the_winner(place: Path) -> None:
+    """The best trial becomes an ordinary merge with notes; trials leave no ref and no note."""
+    with Store.open(place / "store") as store:
+        show = Eyes(place, store)
+        told: list[TrialReport] = []
+        report = search(store, show, trials=20, tell=lambda one, best: told.append(one))
+        assert [one.number for one in told] == [*range(20)]
+        assert report.trials == tuple(told)
+        assert report.first == report.trials[0].score
+        assert report.trials[0].values == (0.35,) * 3
+        assert report.best == min(one.score or 0.0 for one in report.trials)
+        best = next(one for one in report.trials if one.score == report.best)
+        assert report.values == {f"e{k}.weight": best.values[k] for k in range(EXPERTS)}
+        # Of what was evaluated, virtually, the merge has the bytes.
+        assert show.loss(report.snapshot) == report.best
+        request = store.read_recipe(store.recipe("best")).request
+        assert store.plan(request).plan == report.plan
+        assert not store.show("best").virtual
+        roles = [(one.role, one.name, one.score) for one in report.reported]
+        assert roles == [
+            ("winner", "best", report.best),
+            ("start", "all 3 experts, weights 1/3", report.first),
+            *(("expert", f"e{k}", show.loss(store[f"e{k}"].id)) for k in range(EXPERTS)),
+        ]
+        notes = {note.key: note for note in store.show("best").notes}
+        assert notes[report.decided_by].value["scores"] == {"loss": report.best}
+        assert notes[report.reported_by].value["scores"] == {"loss": report.best}
+        told_trials = notes["search"].value["trials"]
+        by_number = sorted(told_trials, key=lambda one: one[0])
+        assert [(tuple(one[2]), one[1]) for one in by_number] == scores_of(report)
+        assert told_trials[0][1] == report.best
+        assert candidates(store) == []
+        shown = set(show.shown) - {report.snapshot} - {store[f"e{k}"].id for k in range(EXPERTS)}
+        assert not any(store.show(one).notes for one in shown)
+        assert not store.fsck(read_data=True).problems
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_the_same_seed_gives_the_same(jobs: int, place: Path) -> None:
+    """Whichever of several trials is done first, equal seeds and jobs give equal trials."""
+    with Store.open(place / "store") as store:
+        show = Eyes(place, store)
+        first = search(store, show, "one", jobs=jobs, seed=5)
+        again = search(store, show, "two", jobs=jobs, seed=5)
+        assert scores_of(first) == scores_of(again)
+        assert first.plan == again.plan
+
+
+@pytest.mark.parametrize(
+    ("sampler", "jobs", "seed"), [("tpe", 1, 0), ("cmaes", 2, 1), ("greedy-soup", 2, 2)]
+)
+def test_interrupted_and_typed_again(sampler: str, jobs: int, seed: int, place: Path) -> None:
+    """Wherever it is interrupted, a search goes on, evaluates nothing twice, and ends the same."""
+    with Store.open(place / "store") as store:
+        whole = Eyes(place, store)
+        wanted = search(store, whole, "whole", sampler=sampler, jobs=jobs)
+        evaluations = len(whole.shown)
+        stop_at = random.Random(seed).randrange(1, wanted.evaluated)
+        eyes = Eyes(place, store, interrupted=stop_at)
+        with pytest.raises(KeyboardInterrupt):
+            search(store, eyes, "cut", sampler=sampler, jobs=jobs)
+        assert "cut" not in store.ref_ids()
+        assert len(candidates(store)) <= 1
+        rest = Eyes(place, store)
+        found = search(store, rest, "cut", sampler=sampler, jobs=jobs)
+        assert scores_of(found) == scores_of(wanted)
+        assert found.plan == wanted.plan
+        # What was under way may be tried again, with its round; experts were reported on.
+        assert len(eyes.shown) + len(rest.shown) <= evaluations - EXPERTS + jobs
+        assert 0 < found.resumed < len(found.trials)
+        assert candidates(store) == []
+
+
+def test_more_trials_of_the_same_search(place: Path) -> None:
+    """With more trials a search goes on; without, it only reports again."""
+    with Store.open(place / "store") as store:
+        search(store, Eyes(place, store), trials=4)
+        again = Eyes(place, store)
+        assert not search(store, again, trials=4).new_snapshot
+        # What was tried first is kept nowhere, so the reporting command sees it again.
+        assert len(again.shown) == 1
+        more = search(store, Eyes(place, store), trials=10)
+        assert more.resumed == 4
+        assert scores_of(more) == scores_of(search(store, Eyes(place, store), "new", trials=10))
+
+
+def test_another_search_under_the_name(place: Path) -> None:
+    """Another recipe, sampler, seed or command under a name is refused; restart forgets."""
+    with Store.open(place / "store") as store:
+        show = Eyes(place, store)
+        search(store, show, trials=2)
+        for what, more in (
+            ("another recipe", {"recipe": RECIPE.replace("max: 1", "max: 2", 1)}),
+            ("the sampler tpe", {"sampler": "grid"}),
+            ("the seed 0", {"seed": 1}),
+            ("1 jobs", {"jobs": 2}),
+            ("another command", {"command": ["cp", "-f", "{}/loss.json", "."]}),
+            ("the other direction", {"minimize": False}),
+        ):
+            with pytest.raises(Conflict, match=f"goes on with {what}") as caught:
+                search(store, show, **({"trials": 2} | more))
+            assert "restart" in str(caught.value.hint)
+        again = search(store, show, trials=2, seed=1, restart=True)
+        assert again.resumed == 0
+
+
+def test_a_plan_is_tried_once(place: Path) -> None:
+    """A choice whose plan was tried gets that score, and nothing runs."""
+    with Store.open(place / "store") as store:
+        show = Eyes(place, store)
+        coarse = RECIPE.replace("step: 0.05", "step: 0.5")
+        report = search(store, show, recipe=coarse, sampler="grid", trials=40, jobs=4)
+        # The start is a point of the grid; so is each combination once.
+        assert len(report.trials) == 1 + 3**EXPERTS
+        assert report.evaluated == 3**EXPERTS
+        assert len(show.shown) == report.evaluated + len(report.reported)
+        again = [one for one in report.trials if one.plan == report.trials[0].plan]
+        assert [one.seconds > 0 for one in again] == [True, False]
+        assert again[1].score == again[0].score
+
+
+def kept_bytes(store: Store) -> int:
+    """Bytes of computed blocks that are on the disk, each with its id."""
+    files = (store.path / "cache" / "blocks").rglob("*")
+    return sum(one.stat().st_size for one in files if one.is_file())
+
+
+def test_trials_share_what_they_compute(place: Path) -> None:
+    """What several trials have in common is computed twice at most, and then read; what one alone
+    has is written nowhere."""
+    with Store.open(place / "store") as store:
+        read: list[int] = []
+
+        class Counting(Eyes):
+            def loss(self, snapshot: SnapshotId) -> float:
+                # No view keeps blocks in memory, as where each trial is another process.
+                store._views.clear()
+                store._cache = None
+                before = store._computing().first_expert_bytes
+                loss = super().loss(snapshot)
+                read.append(store._computing().first_expert_bytes - before)
+                return loss
+
+        report = search(store, Counting(place, store), recipe=BY_PART, sampler="grid", trials=20)
+        assert report.evaluated == 9
+        whole = read[0]
+        # Three values for each half of the model, each computed twice, in place of nine models.
+        assert sum(read) <= 2 * 3 * whole
+        assert read[8] == 0
+        cached = sum(
+            one.stat().st_size for one in (store.path / "cache/blocks").rglob("*") if one.is_file()
+        )
+        assert cached < 4 * 4 * 64 * 512 * 4
+    shutil.rmtree(place / "store" / "cache")
+    with Store.open(place / "store") as store:
+        search(store, Eyes(place, store), "tpe", trials=6)
+        # That of the first trial, which the reporting command saw, too.
+        assert kept_bytes(store) <= MODEL_BYTES
+
+
+def test_the_best_so_far_can_be_seen(place: Path) -> None:
+    """While a search goes on, a candidate names the best merge so far, and no other trial's."""
+    with Store.open(place / "store") as store:
+        seen: list[tuple[list[str], int]] = []
+
+        def tell(one: TrialReport, best: TrialReport | None) -> None:
+            assert best is not None
+            seen.append((candidates(store), best.number))
+
+        search(store, Eyes(place, store), tell=tell)
+        for (names, _), (_, before) in zip(seen[1:], seen, strict=False):
+            assert f"candidates/trial-{before}/best" in names
+            assert len(names) <= 2
+
+
+def failing(numbers: set[int]) -> list[str]:
+    """A command that fails where a loss is one of these, in whole numbers."""
+    program = (
+        "import json, sys; loss = json.load(open(sys.argv[1] + '/loss.json'))['loss'];"
+        f"json.dump({{'loss': loss}}, open('loss.json', 'w')); sys.exit(int(loss) in {numbers})"
+    )
+    return [sys.executable, "-c", program, "{}"]
+
+
+def test_trials_that_fail(place: Path) -> None:
+    """A trial that fails has no score, and the search goes on; if nothing has one, it stops."""
+    with Store.open(place / "store") as store:
+        show = Eyes(place, store)
+        losses = [int(score or 0) for _, score in scores_of(search(store, show, "all"))]
+        worst = max(losses)
+        report = search(store, show, "some", command=failing({worst}))
+        assert [one.score is None for one in report.trials[:8]].count(True) >= 1
+        assert any("ended with status 1" in str(one.error) for one in report.trials)
+        assert any("have no score" in one for one in report.remarks)
+        with pytest.raises(CommandFailed, match="ended with status 1"):
+            search(store, show, "none", command=failing({losses[0]}))
+        assert "none" not in store.ref_ids()
+
+
+def test_another_set_reports(place: Path) -> None:
+    """Without a command that reports, or with the one that decides, a search is refused."""
+    with Store.open(place / "store") as store:
+        show = Eyes(place, store)
+        for more in (
+            {"report_command": None, "report_score": None},
+            {"report_command": COPY, "report_score": "loss.json:loss"},
+        ):
+            with pytest.raises(BadRequest, match="too much good of the winner"):
+                search(store, show, **more)
+        assert show.shown == []
+        report = search(store, show, report_command=None, report_score=None, same_set=True)
+        assert report.decided_by == report.reported_by
+        # Only the experts were not evaluated yet.
+        assert len(show.shown) == report.evaluated + EXPERTS
+
+
+def test_what_cannot_be_searched(place: Path) -> None:
+    """Wrong numbers, models that are missing, and guarded branches are refused before a trial."""
+    with Store.open(place / "store") as store:
+        show = Eyes(place, store)
+        for more, told in (
+            ({"trials": 0}, "at least 1"),
+            ({"jobs": 0}, "at least 1"),
+            ({"seed": -1}, "a whole number from 0"),
+            ({"recipe": RECIPE.replace("{min", "{least")}, "range|value"),
+            ({"sampler": "random"}, "no sampler is called"),
+        ):
+            with pytest.raises(BadRequest, match=told):
+                search(store, show, **more)
+        with pytest.raises(NotFound, match="no model other"):
+            search(store, show, recipe=RECIPE.replace("e1", "other"))
+        store.require_gates("prod/*", ["quality"])
+        with pytest.raises(BadRequest, match="guarded by quality") as caught:
+            search(store, show, "prod/chat")
+        assert "search for another name" in str(caught.value.hint)
+        assert show.shown == []
+
+
+def test_a_log_that_is_none(place: Path) -> None:
+    """A damaged log is an error that names the file."""
+    with Store.open(place / "store") as store:
+        search(store, Eyes(place, store), "a/b", trials=2)
+        (place / "store" / "searches" / "search-a:b").write_bytes(b"{}\n{")
+        with pytest.raises(Corrupt, match="no log of a search"):
+            search(store, Eyes(place, store), "a/b", trials=2)
+
+
+def many_trials(count: int, numbers: int = 3) -> dict[str, Any]:
+    """The note of so many trials, whose scores are drawn."""
+    models = "".join(
+        f"  - {{model: e{k}, parameters: {{weight: {{min: 0, max: 1}}}}}}\n" for k in range(numbers)
+    )
+    template = read_template(f"merge_method: linear\nmodels:\n{models}", "r", lambda model: None)
+    wanted = Search.of(
+        *(template, "best", {}, Command.of(COPY, ["loss.json:loss"]), None),
+        sampler="tpe",
+        seed=0,
+        jobs=1,
+        most=count,
+        minimize=True,
+        same_set=True,
+    )
+    draw = random.Random(0)
+    return wanted._told(
+        [
+            Trial(number, "00", tuple(draw.random() for _ in range(numbers)), None, draw.random())
+            for number in range(count)
+        ]
+    )
+
+
+def test_the_note_of_many_trials() -> None:
+    """The note of a search has room for the best of any number of trials."""
+    told = many_trials(10_000)
+    assert told["tried"] == 10_000
+    scores = [one[1] for one in told["trials"]]
+    assert len(scores) > 500
+    assert scores == sorted(scores)
+    # The best of ten thousand draws are all of these.
+    assert scores[-1] < 1.1 * len(scores) / 10_000
+
+
+# The page
+
+
+def page_of(store: Store, name: str) -> str:
+    return report_page.snapshot_page(gather.snapshot_summary(store, name))
+
+
+def test_the_page_of_a_winner(place: Path) -> None:
+    """The page shows the trials: the best so far, each number, and the table, the best first."""
+    with Store.open(place / "store") as store:
+        found = search(store, Eyes(place, store))
+        page = page_of(store, "best")
+        assert "tpe tried 8 merges" in page
+        for told in ("loss of each trial", "Numbers of each trial", "What each number did"):
+            assert told in page
+        assert "e2.weight" in page
+        soup = search(store, Eyes(place, store), "soup", sampler="greedy-soup")
+        page = page_of(store, "soup")
+        assert "What each expert did" in page
+        assert "What each number did" not in page
+        summary = gather.snapshot_summary(store, "soup").search
+        assert summary is not None
+        assert summary.trials[0].experts == soup.experts
+        # The note goes where the snapshot goes.
+        store.add_remote("there", (place / "remote").as_uri())
+        store.push("there", ["best"])
+        Store.clone((place / "remote").as_uri(), place / "clone")
+        with Store.open(place / "clone") as clone:
+            told = gather.snapshot_summary(clone, "best").search
+            assert told is not None
+            assert {one.score for one in told.trials} == {one.score for one in found.trials}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trials": [[0, 1.0, [0.5], None]]},
+        {"trials": [[0, 1.0, [0.5, 0.5, 0.5], [7]]]},
+        {"trials": 3},
+        {"numbers": [["a", 1, 0, False], ["b", 0, 1, False], ["c", 0, 1, False]]},
+        {"numbers": [["a", 0, 1, True], ["b", 0, 1, False], ["c", 0, 1, False]]},
+        {"score": 7},
+    ],
+)
+def test_a_note_that_is_none(change: dict[str, Any], place: Path) -> None:
+    """A note of that key that tells no sound search is a note like others."""
+    with Store.open(place / "store") as store:
+        good = many_trials(5)
+        store.note("e0", {"search": good})
+        assert gather.snapshot_summary(store, "e0", measure=False).search is not None
+        store.note("e0", {"search": good | change})
+        assert gather.snapshot_summary(store, "e0", measure=False).search is None
+
+
+def test_the_page_of_many_trials(place: Path) -> None:
+    """However many trials a note tells, the page stays small."""
+    with Store.open(place / "store") as store:
+        before = len(page_of(store, "e0"))
+        store.note("e0", {"search": many_trials(10_000, numbers=16)})
+        assert len(page_of(store, "e0")) - before < 150_000
+
+
+# The command
+
+
+SCORE = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from safetensors.numpy import load_file
+shown, goal, part, tries = Path(sys.argv[1]), np.load(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+with tries.open("a") as file:
+    file.write("x")
+model = load_file(shown / "model.safetensors")
+loss = sum(float(np.square(model[k] - goal[k]).sum()) for k in goal.files if part in k)
+Path("loss.json").write_text(json.dumps({"loss": loss}))
+"""
+
+
+def succeed(*words: str) -> str:
+    done = run_once([*words])
+    assert done.status == 0, done.err
+    return done.out
+
+
+def fail(*words: str, status: int = 1) -> str:
+    done = run_once([*words])
+    assert done.status == status, done.err
+    return done.err
+
+
+def options(place: Path, *more: str) -> list[str]:
+    """A search by the halves of a model: one decides, one reports."""
+    (place / "score.py").write_text(SCORE)
+    (place / "r.yml").write_text(RECIPE)
+    score = f"{sys.executable} {place}/score.py {{}} {place}/goal.npz"
+    words = ["--store", str(place / "store"), "search", "--recipe", str(place / "r.yml")]
+    words += [
+        "--eval",
+        f"{score} mlp {place}/tries",
+        "--report-eval",
+        f"{score} attn {place}/other",
+    ]
+    return [*words, "--score", "loss.json:loss", "--minimize", "--name", "best", *more]
+
+
+def test_the_command(place: Path) -> None:
+    """It tells each trial, the winner, and what the reporting command says; with --json all."""
+    done = succeed(*options(place, "--trials", "3", "--checkout"))
+    assert "merged best" in done
+    assert "all 3 experts, weights 1/3" in done
+    assert "mstore --store" in done
+    found = json.loads(succeed(*options(place, "--trials", "3", "--checkout", "--json")))
+    assert (len(found["trials"]), found["resumed"]) == (3, 3)
+    assert [one["role"] for one in found["reported"]] == ["winner", "start", *["expert"] * 3]
+
+
+def test_mistakes_of_the_command(place: Path) -> None:
+    """Errors say what to type: a command that decides, one that reports, --restart."""
+    words = options(place, "--trials", "2", "--checkout")
+    without = [one for one in words if "attn" not in one and one != "--report-eval"]
+    told = fail(*without, status=2)
+    assert "--report-eval 'COMMAND {}'" in told
+    assert "--same-set" in told
+    at = words.index("--eval")
+    assert "add --eval" in fail(*words[:at], *words[at + 2 :], status=2)
+    (place / "e.yml").write_text(
+        "genome: {models: [e0, e1], merge_method: linear}\ntasks: [{name: sums}]\nlimit: 10\n"
+    )
+    told = fail(
+        *("--store", str(place / "store"), "search", "--recipe", str(place / "e.yml")),
+        *("--name", "x"),
+        status=2,
+    )
+    assert "lm_eval run" in told
+    assert "--tasks sums --limit 10 --output_path ." in told
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.rest) for n in range(3)])
+def test_killed_and_typed_again(seed: int, place: Path) -> None:
+    """After kill -9 the same line goes on, and ends with the merge of a search that was not."""
+    line = [sys.executable, "-m", "mstore_cli", *options(place, "--trials", "6", "--seed", "7")]
+    stop_at = random.Random(seed).randint(1, 6)
+    tries = place / "tries"
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (tries.exists() and len(tries.read_text()) >= stop_at):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = subprocess.run([*line, "--json"], check=True, capture_output=True, text=True)
+    assert len(tries.read_text()) <= 7
+    whole = [*line, "--json"]
+    whole[whole.index("best")] = "whole"
+    wanted = subprocess.run(whole, check=True, capture_output=True, text=True)
+    first, second = json.loads(done.stdout), json.loads(wanted.stdout)
+    assert [one["values"] for one in first["trials"]] == [one["values"] for one in second["trials"]]
+    assert first["plan"] == second["plan"]
+    with Store.open(place / "store") as store:
+        assert candidates(store) == []
+        assert not store.fsck().problems

@@ -1,0 +1,330 @@
+"""Bisection of a branch's positions, and of a merge's experts and layers."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import families
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstore import MergeRequest, Store
+from mstore.api.reports import BisectReport
+from mstore.search.bisect import CANDIDATE, BisectStopped, next_of, suspects_of
+from mstore.search.culprits import Answer
+from mstore.terms.errors import BadRequest, Conflict, Corrupt, NotFound
+
+EXPERTS = 8
+COUNTER = """
+import sys
+from pathlib import Path
+tried, directory, statuses = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+with tried.open("a") as file:
+    file.write("x")
+sys.exit(int(statuses[min(len(tried.read_text()), len(statuses)) - 1]))
+"""
+
+
+# Over time
+
+
+@given(
+    count=st.integers(2, 200),
+    data=st.data(),
+)
+def test_the_first_bad_position_is_found(count: int, data: st.DataObject) -> None:
+    """Whatever is skipped: the first bad position is found, or is among those that are left."""
+    first = data.draw(st.integers(1, count - 1))
+    skips = data.draw(st.sets(st.integers(1, count - 2), max_size=5)) if count > 2 else set()
+    answers = {0: Answer.GOOD, count - 1: Answer.BAD}
+    while True:
+        suspects = suspects_of(count, answers)
+        tried = next_of(suspects, answers)
+        if tried is None:
+            break
+        assert tried not in answers
+        told = Answer.BAD if tried >= first else Answer.GOOD
+        answers[tried] = Answer.SKIPPED if tried in skips else told
+    assert first in suspects
+    assert len(suspects) == 1 or set(suspects[:-1]) <= skips
+    if not skips:
+        assert len(answers) - 2 <= math.ceil(math.log2(count))
+
+
+def test_marks_that_contradict() -> None:
+    """Good after bad is refused."""
+    with pytest.raises(BadRequest, match="good comes after"):
+        suspects_of(5, {0: Answer.GOOD, 1: Answer.BAD, 3: Answer.GOOD})
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose branch `m` has 20 positions; from the 13th on, a norm is negative."""
+    root = tmp_path_factory.mktemp("grown")
+    base = {"model.norm.weight": np.ones(64, np.float32)}
+    with Store.init(root / "store", block_size=families.BLOCK) as store:
+        for number in range(20):
+            sign = -1 if number >= 12 else 1
+            arrays = {"model.norm.weight": sign * base["model.norm.weight"] * (1 + number)}
+            families.write_checkpoint(root / f"c{number}", arrays)
+            store.add(root / f"c{number}", name="m")
+    return root
+
+
+def is_negative(store: Store) -> Callable[[str], bool]:
+    return lambda shown: bool(store[shown].load()["model.norm.weight"][0] < 0)
+
+
+def test_over_time_by_hand(grown: Path) -> None:
+    """Marks lead to the first bad position in five steps, from any process."""
+    with Store.open(grown / "store") as store:
+        begun = store.bisect_start("m")
+        assert (begun.lacks, begun.next) == ("good", None)
+        with pytest.raises(BadRequest, match="nothing is tried"):
+            store.bisect_mark("good")
+        report = store.bisect_mark("good", "m~19")
+        assert report.left == 18
+    steps = 0
+    while report.next is not None:
+        with Store.open(grown / "store") as store:
+            bad = is_negative(store)(report.next)
+            report = store.bisect_mark("bad" if bad else "good")
+        steps += 1
+    with Store.open(grown / "store") as store:
+        assert report.first_bad == store["m~7"].id
+        assert report.is_done
+        assert steps <= 5
+        assert store.bisect_status() == report
+        with pytest.raises(BadRequest, match="good comes after"):
+            store.bisect_mark("good", "m~3")
+        assert store.bisect_status() == report
+        with pytest.raises(Conflict, match="goes on already"):
+            store.bisect_start("m")
+        assert store.bisect_reset()
+        assert not store.bisect_reset()
+        with pytest.raises(NotFound, match="no bisection"):
+            store.bisect_status()
+
+
+def test_only_skipped_positions_are_left(grown: Path) -> None:
+    """If the neighbours of the first bad position are skipped, all that it may be are told."""
+    with Store.open(grown / "store") as store:
+        report = store.bisect_start("m", good=["m~19"])
+        skipped = {store[f"m~{number}"].id.hex() for number in (6, 7, 8)}
+        while report.next is not None:
+            bad = is_negative(store)(report.next)
+            told = "skip" if report.next in skipped else "bad" if bad else "good"
+            report = store.bisect_mark(told)
+        assert report.first_bad is None
+        assert [one.hex() for one in report.suspects] == [
+            store[f"m~{number}"].id.hex() for number in (8, 7, 6, 5)
+        ]
+        store.bisect_reset()
+
+
+def command(tmp_path: Path, *statuses: int) -> list[str]:
+    """A command whose nth run ends with the nth status, the last for all after it."""
+    (tmp_path / "counter.py").write_text(COUNTER)
+    tried = str(tmp_path / "tried")
+    return [sys.executable, str(tmp_path / "counter.py"), tried, "{}", *map(str, statuses)]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "runs"),
+    [((128,), 1), ((255,), 1), ((0, 130), 2), ((126, 126), 2), ((127, 127), 2)],
+)
+def test_statuses_that_stop(
+    statuses: tuple[int, ...], runs: int, grown: Path, tmp_path: Path
+) -> None:
+    """128 and more stop, and so do 126 and 127 if what is good gives the same; marks stay."""
+    with Store.open(grown / "store") as store:
+        store.bisect_start("m", good=["m~19"])
+        with pytest.raises(BisectStopped):
+            store.bisect_run(command(tmp_path, *statuses))
+        assert (tmp_path / "tried").read_text() == "x" * runs
+        assert store.bisect_status().probes == 1 + (statuses[0] == 0)
+        store.bisect_reset()
+
+
+def test_statuses_that_answer(grown: Path, tmp_path: Path) -> None:
+    """A first 127 counts as bad if what is good gives another; 1 is bad, 125 skips, 0 is good."""
+    with Store.open(grown / "store") as store:
+        told: list[int] = []
+        store.bisect_start("m", good=["m~19"])
+        report = store.bisect_run(
+            command(tmp_path, 127, 0, 1, 125, 0), tell=lambda _, status: told.append(status)
+        )
+        assert told[:4] == [127, 1, 125, 0]
+        assert report.is_done
+        assert [mark.answer for mark in store.bisect_log().marks][:5] == [
+            *("good", "bad", "bad", "skip", "good")
+        ]
+        store.bisect_reset()
+
+
+# Over the units of a merge
+
+
+def poisoned(root: Path, *, layers: tuple[int, ...], expert: int = 5) -> None:
+    """Eight experts of a model of 32 layers; one has 1000 in some layers."""
+    rng = np.random.default_rng(0)
+    shape = (8, 8)
+    names = [f"model.layers.{number}.w" for number in range(32)]
+    base = {name: rng.standard_normal(shape).astype(np.float32) for name in names}
+    families.write_checkpoint(root / "base", base)
+    for k in range(EXPERTS):
+        own = {name: array + np.float32(k + 1) / 100 for name, array in base.items()}
+        for layer in layers if k == expert else ():
+            own[names[layer]] = np.full(shape, 1000, np.float32)
+        families.write_checkpoint(root / f"e{k}", own)
+
+
+def merged(root: Path) -> Store:
+    store = Store.init(root / "store", block_size=families.BLOCK)
+    store.add(root / "base", name="base")
+    for k in range(EXPERTS):
+        store.add(root / f"e{k}", name=f"e{k}", base="base")
+    request = MergeRequest(
+        base="base",
+        experts=[(f"e{k}", 0.1) for k in range(EXPERTS)],
+        method="task_arithmetic",
+    )
+    store.merge(store.plan(request).plan, name="m")
+    return store
+
+
+def searched(
+    store: Store, is_bad: Callable[[dict[str, np.ndarray]], bool], skipped: int | None = None
+) -> BisectReport:
+    """Mark what is tried until the end; the probe of number `skipped` is skipped."""
+    report, probes = store.bisect_status(), 0
+    while report.next is not None:
+        assert report.next == CANDIDATE
+        told = "bad" if is_bad(store[report.next].load()) else "good"
+        report = store.bisect_mark("skip" if probes == skipped else told)
+        probes += 1
+    assert report.probes == probes
+    return report
+
+
+def is_large(*layers: int) -> Callable[[dict[str, np.ndarray]], bool]:
+    return lambda model: all(bool((model[f"model.layers.{one}.w"] > 50).any()) for one in layers)
+
+
+def test_a_noise_expert_of_eight(tmp_path: Path) -> None:
+    """The expert is found by nine probes, one of which cannot be judged; no ref is left."""
+    poisoned(tmp_path, layers=(3,))
+    with merged(tmp_path) as store:
+        for skipped in (None, 2, 5):
+            store.bisect_start("m", experts=True)
+            report = searched(store, is_large(3), skipped)
+            assert [one.units for one in report.culprits] == [(("e5", None),)]
+            assert report.probes <= 9
+            assert report.skipped == (skipped is not None)
+            assert CANDIDATE not in store.ref_ids()
+            store.bisect_reset()
+        assert not store.fsck(read_data=True).problems
+
+
+def test_a_noise_layer_of_256(tmp_path: Path) -> None:
+    """A layer of one expert among 256 is found by 14 probes; alone it is bad, the rest is good."""
+    poisoned(tmp_path, layers=(17,))
+    with merged(tmp_path) as store:
+        store.bisect_start("m", experts=True, layers=True)
+        report = searched(store, is_large(17))
+        (culprit,) = report.culprits
+        assert culprit.units == (("e5", "model.layers.17"),)
+        assert (culprit.alone, report.rest) == ("bad", "good")
+        assert report.probes <= 14
+        store.bisect_reset()
+        store.bisect_start("m", layers=True)
+        report = searched(store, is_large(17))
+        assert [one.units for one in report.culprits] == [((None, "model.layers.17"),)]
+        assert report.probes <= 9
+
+
+def test_layers_that_are_bad_only_together(tmp_path: Path) -> None:
+    """Two layers that are bad only together are found together."""
+    poisoned(tmp_path, layers=(4, 29))
+    with merged(tmp_path) as store:
+        store.bisect_start("m", experts=True, layers=True)
+        report = searched(store, is_large(4, 29))
+        (culprit,) = report.culprits
+        assert culprit.units == (("e5", "model.layers.4"), ("e5", "model.layers.29"))
+        assert report.rest == "good"
+
+
+def test_a_base_that_is_bad_itself(tmp_path: Path) -> None:
+    """If nothing makes it good, the base is tried, too, and the error names it."""
+    poisoned(tmp_path, layers=())
+    with merged(tmp_path) as store:
+        store.bisect_start("m", experts=True)
+        with pytest.raises(BadRequest, match="the base alone is bad"):
+            searched(store, lambda _: True)
+
+
+def test_what_cannot_be_bisected(tmp_path: Path) -> None:
+    """What is no merge has no experts; a mark of something else is refused."""
+    poisoned(tmp_path, layers=(3,))
+    with merged(tmp_path) as store:
+        with pytest.raises(BadRequest, match="no experts to tell apart"):
+            store.bisect_start("e0", experts=True)
+        with pytest.raises(BadRequest, match="the base is what is good"):
+            store.bisect_start("m", experts=True, good=["base"])
+        with pytest.raises(BadRequest, match="no earlier position"):
+            store.bisect_start("m", good=["e0"])
+        store.bisect_start("m", experts=True)
+        with pytest.raises(BadRequest, match="a mark is of what is tried now"):
+            store.bisect_mark("good", "e1")
+        with pytest.raises(BadRequest, match="not good, bad or skip"):
+            store.bisect_mark("fine")
+
+
+def test_a_log_that_is_none(tmp_path: Path) -> None:
+    """A damaged log is an error that names the file."""
+    poisoned(tmp_path, layers=(3,))
+    with merged(tmp_path) as store:
+        store.bisect_start("m", experts=True)
+        (tmp_path / "store" / "searches" / "bisect").write_bytes(b"{")
+        with pytest.raises(Corrupt, match="no log of a search"):
+            store.bisect_status()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_and_typed_again(seed: int, tmp_path: Path) -> None:
+    """After kill -9 the same line goes on with the marks, and finds the same."""
+    poisoned(tmp_path, layers=(3,))
+    merged(tmp_path).close()
+    (tmp_path / "test.py").write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from safetensors.numpy import load_file\n"
+        f"Path({str(tmp_path / 'tries')!r}).open('a').write('x')\n"
+        "files = Path(sys.argv[1]).glob('*.safetensors')\n"
+        "sys.exit(any(one.max() > 50 for f in files for one in load_file(f).values()))\n"
+    )
+    words = ["bisect", "run", "--experts", "--checkout", "m", "--", sys.executable]
+    line = [sys.executable, "-m", "mstore_cli", "--store", str(tmp_path / "store"), *words]
+    line += [str(tmp_path / "test.py"), "{}"]
+    tries, stop_at = tmp_path / "tries", random.Random(seed).randint(1, 6)
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (tries.exists() and len(tries.read_text()) >= stop_at):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = subprocess.run(line, check=True, capture_output=True, text=True)
+    assert "to blame: e5" in done.stdout
+    # What was under way is tried again; what was said is not asked again.
+    assert len(tries.read_text()) <= 10
+    with Store.open(tmp_path / "store") as store:
+        assert not [name for name in store.ref_ids() if name.startswith("candidates/")]
+        assert not store.fsck().problems
