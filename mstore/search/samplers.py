@@ -149,12 +149,12 @@ class _Cmaes:
         )
         self._asked: list[Any] = []
         self._told: list[tuple[Any, float]] = []
-        self._waits = 0
-        """Whether the start is not told yet; it is of no generation."""
+        self._start_is_told = False
+        """The start is of no generation."""
 
     def ask(self) -> Chosen | None:
         if self._start is not None:
-            start, self._start, self._waits = self._start, None, 1
+            start, self._start = self._start, None
             return start
         if len(self._asked) == self._search.population_size:
             return None
@@ -167,8 +167,8 @@ class _Cmaes:
         )
 
     def tell(self, score: float | None) -> None:
-        if self._waits:
-            self._waits = 0
+        if not self._start_is_told:
+            self._start_is_told = True
             return
         # It minimizes, and only compares.
         loss = math.inf if score is None else -score

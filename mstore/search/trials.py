@@ -39,6 +39,11 @@ from mstore.terms.phrases import Option, phrase
 _TRIAL: Final = re.compile(r"candidates/trial-[0-9]+/(.+)")
 
 
+def _run(number: int) -> str:
+    """Return the word that tells a trial's candidate from others for the branch."""
+    return f"trial-{number}"
+
+
 class SearchHead(msgspec.Struct, frozen=True):
     """What is searched for; with another head, it is another search.
 
@@ -135,7 +140,7 @@ class Trials:
                 try:
                     self._round(dict(zip(numbers, asked, strict=True)))
                 finally:
-                    self._drop_candidates()
+                    self.drop_candidates(self.best())
                 for one in numbers:
                     score = self._done[one].score
                     sampler.tell(None if score is None else self._signed(score))
@@ -156,12 +161,21 @@ class Trials:
             sources_of(self._catalog, plan, record),
             name=self._name,
             message="",
-            candidate=f"trial-{number}",
+            candidate=_run(number),
         ).snapshot
 
-    def drop_candidates(self) -> None:
-        """Remove the candidates of all trials."""
-        self._drop_candidates(but=None)
+    def drop_candidates(self, but: Trial | None = None) -> None:
+        """Remove the candidates of all trials but one."""
+        kept = None if but is None else refs.below(refs.CANDIDATE, _run(but.number), self._name)
+
+        def choose(transaction: IndexTransaction) -> list[RefMove]:
+            return [
+                RefMove(name, ref, None, "search")
+                for name, ref in refs_in(self._catalog.index, transaction).walk()
+                if name != kept and (found := _TRIAL.fullmatch(name)) and found[1] == self._name
+            ]
+
+        choose_moves(self._catalog, choose)
 
     def _signed(self, score: float) -> float:
         """Return a score so that larger is better."""
@@ -284,22 +298,6 @@ class Trials:
         self._done[trial.number] = trial
         self._log.write(self._head, list(self._done.values()))
         self._tell(trial, self.best())
-
-    def _drop_candidates(self, but: int | None = -1) -> None:
-        """Remove the candidates of trials but for one; -1: the best so far."""
-        best = self.best()
-        kept = best.number if but == -1 and best is not None else but
-        own = None if kept is None else refs.below(refs.CANDIDATE, f"trial-{kept}", self._name)
-
-        def choose(transaction: IndexTransaction) -> list[RefMove]:
-            known = refs_in(self._catalog.index, transaction)
-            return [
-                RefMove(name, ref, None, "search")
-                for name, ref in known.walk()
-                if name != own and (found := _TRIAL.fullmatch(name)) and found[1] == self._name
-            ]
-
-        choose_moves(self._catalog, choose)
 
 
 def _side_by_side(
