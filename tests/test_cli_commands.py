@@ -129,6 +129,16 @@ def _marks(out: Path) -> Path:
     return path
 
 
+def _free(out: Path) -> Path:
+    """A recipe with a free number."""
+    path = out / "recipe.yaml"
+    path.write_text(
+        "merge_method: task_arithmetic\nbase_model: tiny/base\nmodels:\n"
+        "  - model: tiny/code\n    parameters: {weight: {min: 0, max: 1}}\n"
+    )
+    return path
+
+
 GOING_ON = {f"bisect{word}" for word in ("", " good", " bad", " skip", " log", " reset")}
 """Verbs of a bisection that goes on."""
 
@@ -177,6 +187,11 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "note": ["note", "tiny/merged", "mmlu=0.62"],
         "eval": ["eval", "tiny/merged", "--checkout", "--", "true", "{}"],
         "metrics": ["metrics", "tiny/merged"],
+        "search": [
+            *("search", "--recipe", str(_free(out)), "--name", "tiny/best", "--same-set"),
+            *("--eval", "sh -c 'echo {\\\"acc\\\": 1} > r.json'", "--score", "r.json:acc"),
+            *("--sampler", "grid", "--trials", "2", "--checkout"),
+        ],
         "bisect": ["bisect"],
         "bisect start": ["bisect", "start", "tiny/merged", "--experts"],
         "bisect good": ["bisect", "good"],

@@ -63,11 +63,11 @@ SERVED = 0.5
 EVE, BOB, THIRD, TEAM = 70001, 70002, 70003, 70004
 DIRECTORIES = (
     *("tmp", "packs", "packs/??", "index", "stats", "memo", "refs", "lost+found"),
-    *("remotes", "remotes/origin", "remotes/origin/*s", "remotes/origin/sent"),
+    *("remotes", "remotes/origin", "remotes/origin/*s", "remotes/origin/sent", "searches"),
 )
 FILES = (
     *("format", "config", "lock", "refs/mirror", "packs/??/*.pack", "tmp/*.lock", "tmp/*/0.pack"),
-    *("lost+found/*/*.pack", "refs/mirror.*", "refs/packs.*"),
+    *("lost+found/*/*.pack", "refs/mirror.*", "refs/packs.*", "searches/*"),
     *(f"{table}/{name}.mdb" for table in ("index", "stats", "memo") for name in ("data", "lock")),
     *("index/checked", "remotes/origin/lists/*", "remotes/origin/places/*", "remotes/origin/root"),
     "remotes/origin/lock",
@@ -102,6 +102,19 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "report": ("report", "merged", "--quick", "-o", "out/report.html"),
     "eval": ("eval", "merged", "--checkout", "--", "true", "{}"),
     "metrics": ("metrics",),
+    "search": (
+        *("search", "--recipe", "recipe.yaml", "--eval", "true {}", "--score", "r.json:acc"),
+        *("--same-set", "--sampler", "grid", "--trials", "2", "--checkout", "--name", "best"),
+    ),
+    "bisect": ("bisect",),
+    "bisect start": ("bisect", "start", "merged", "--layers"),
+    "bisect good": ("bisect", "good"),
+    "bisect bad": ("bisect", "bad"),
+    "bisect skip": ("bisect", "skip"),
+    "bisect run": ("bisect", "run", "merged", "--experts", "--checkout", "--", "true", "{}"),
+    "bisect log": ("bisect", "log"),
+    "bisect replay": ("bisect", "replay", "marks"),
+    "bisect reset": ("bisect", "reset"),
     "gate": ("gate",),
     "gate run": ("gate", "run", "merged", "--check", "true {}"),
     "gate drop": ("gate", "drop", "candidates/run/merged"),
@@ -216,6 +229,7 @@ class Stage:
             ("remote", "add", "origin", (self.path / "remote").as_uri()),
             ("push", "origin", "base"),
             ("fetch", "origin", "--lazy"),
+            ("bisect", "start", "merged", "--experts"),
         ]
         for line in lines:
             assert program.run([*store, *line]) == 0, line
