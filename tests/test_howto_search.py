@@ -20,7 +20,7 @@ pytest_plugins = ["family_fixture"]
 def commands() -> list[str]:
     """The commands of the page's blocks."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return "".join(blocks).replace("\\\n", " ").splitlines()
 
 
 def recipe() -> str:
