@@ -189,7 +189,7 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "metrics": ["metrics", "tiny/merged"],
         "search": [
             *("search", "--recipe", str(_free(out)), "--name", "tiny/best", "--same-set"),
-            *("--eval", "sh -c 'echo {\\\"acc\\\": 1} > r.json'", "--score", "r.json:acc"),
+            *("--eval", "sh -c 'echo {\\\"acc\\\": 1} > r.json' x {}", "--score", "r.json:acc"),
             *("--sampler", "grid", "--trials", "2", "--checkout"),
         ],
         "bisect": ["bisect"],

@@ -90,6 +90,13 @@ class Output:
     def stream(self) -> TextIO:
         return sys.stdout if self._stream is None else self._stream
 
+    def tell(self, line: str) -> None:
+        """Print a line now, before the result, for people: of a step that may take an hour."""
+        if self.mode is Mode.HUMAN:
+            with printing():
+                self.stream.write(f"{printable(line)}\n")
+                self.stream.flush()
+
     def emit(
         self, document: object, *, ids: Iterable[object], human: Callable[[Screen], None]
     ) -> None:

@@ -15,8 +15,8 @@ from mstore_cli.verbs import OF_NO_STORE
 
 _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
     "add_remote": ("remote", "add"),
-    "bisect_good": ("bisect", "good"),
     "bisect_log": ("bisect", "log"),
+    "bisect_mark": ("bisect",),
     "bisect_reset": ("bisect", "reset"),
     "bisect_start": ("bisect", "start"),
     "bisect_status": ("bisect",),

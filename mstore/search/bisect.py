@@ -457,7 +457,7 @@ class Bisection:
                 told = self.mark(answer)
             if told.lacks is not None:
                 raise BadRequest(
-                    "no snapshot is marked as good yet", hint=call("bisect_good", "REF")
+                    "no snapshot is marked as good yet", hint=call("bisect_mark", "good", "REF")
                 )
         return told
 

@@ -10,7 +10,6 @@ from mstore_cli.commands.bisect_start import Experts, Good, Layers
 from mstore_cli.errors import UsageError
 from mstore_cli.judging import Checkout, Timeout, output_of, seconds_of, show_of
 from mstore_cli.options import Argument, Revision
-from mstore_cli.output import Mode, printable, printing
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
@@ -59,11 +58,7 @@ def bisect_run(
 
     def told(report: BisectReport, status: int) -> None:
         judged = {0: "good", 125: "skipped"}.get(status, f"bad ({status})")
-        if session.output.mode is Mode.HUMAN:
-            # A try may take an hour: each is told when it has ended.
-            with printing():
-                session.output.stream.write(f"{printable(tried(report))}: {judged}\n")
-                session.output.stream.flush()
+        session.output.tell(f"{tried(report)}: {judged}")
 
     with session.open() as store:
         begin(store, revision, good=good, experts=experts, layers=layers)

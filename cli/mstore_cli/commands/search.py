@@ -147,7 +147,7 @@ def search(
 
     def told(trial: TrialReport, best: TrialReport | None) -> None:
         if session.output.mode is Mode.HUMAN:
-            remarks([_line(trial, best)])
+            session.output.tell(_line(trial, best))
 
     with session.open() as store:
         if words is None or score is None:
