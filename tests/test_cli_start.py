@@ -18,13 +18,13 @@ MODULES = {
     "mstore": "fs snapshots store terms",
     "mstore.snapshots": "lineage notes",
     "mstore.terms": "errors ids phrases report sizes",
-    "mstore.api": "adding exchanging judging keeping merging naming open_store reading searching "
+    "mstore.api": "adding exchanging exporting judging keeping merging naming open_store reading searching "
     "snapshot",
     "mstore.blocks": (
         "codecs index lmdb_check lmdb_copy lmdb_env lmdb_files lmdb_pages lmdb_table "
         "lmdb_types location meter pack_files pack_store packs reader schema tables"
     ),
-    "mstore.checkpoint": "dtypes models paths",
+    "mstore.checkpoint": "dtypes models origin paths",
     "mstore.fs": "disks files locks rights roots trees",
     "mstore.store.objects": "canonical manifest note plan snapshot tensor",
     "mstore.store": (

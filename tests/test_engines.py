@@ -169,12 +169,14 @@ def test_memory_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> Non
     taken = 0
     for name, tensor in StoredWeights.of(told(store), "").tensors():
         taken += 1
-        begun = [one for names in read for one in names]
+        # The reader goes on meanwhile.
+        batches = list(read)
+        begun = [one for names in batches for one in names]
         assert begun.index(name) == taken - 1
         if taken == 1:
             # Time for a reader that goes on.
             time.sleep(0.3)
-        ahead = [names for names in read if begun.index(names[-1]) >= taken - 1]
+        ahead = [names for names in batches if begun.index(names[-1]) >= taken - 1]
         assert len(ahead) <= 2, (name, tensor.shape)
     assert taken == len(store["m"])
     assert len(read) > 4

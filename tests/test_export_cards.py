@@ -79,11 +79,14 @@ def test_a_merge(hub: Hub, store: Store, tmp_path: Path) -> None:
 
 
 def test_checkout_writes_what_export_sends(hub: Hub, store: Store, tmp_path: Path) -> None:
-    """`checkout --card` writes the card of an export, and all other files as they are."""
+    """`checkout --card` writes card and recipe of an export, and all other files as they are."""
     own = merged(hub, store, tmp_path)
     report = store.export("merged", "hf://org/copy", dry_run=True)
     Program(store.path).succeed("checkout", "merged", tmp_path / "x", "--card")
-    assert files_of(tmp_path / "x") == {**own, "README.md": report.card.encode()}
+    store.export("merged", "hf://org/copy")
+    assert files_of(tmp_path / "x") == hub.models["org/copy"].tip()
+    assert files_of(tmp_path / "x").keys() == own.keys()
+    assert (tmp_path / "x" / "README.md").read_text() == report.card
     # The snapshot stays as it is.
     assert b"".join(store.read_file("merged", "README.md")) == own["README.md"]
 

@@ -545,8 +545,8 @@ def test_with_base_moves_no_branch_that_is_there(hub: Hub, store: Store, tmp_pat
     mstore = Program(tmp_path / "store")
     done = mstore("add", "hf://org/tuned", "--name", "tuned", "--with-base")
     assert done.status == 2
-    assert "its base hf:org/base would be called base, and that name is taken" in done.err
-    assert "add hf:org/base --name OTHER\n" in done.err
+    assert "its base hf://org/base would be called base, and that name is taken" in done.err
+    assert "add hf://org/base --name OTHER\n" in done.err
     mstore.succeed("add", "hf://org/tuned", "--name-prefix", "p/", "--with-base")
     assert set(store.ref_ids()) == {"base", "p/base", "p/tuned"}
 

@@ -33,15 +33,15 @@ def test_states(hub: Hub, store: Store, tmp_path: Path) -> None:
     newest = tiny.commit(sharded(1, "new"))
     hub.models["org/several"].commit({**several, "small/new.txt": b"new"})
     assert states(store) == {
-        "commit hf:org/tiny@" + first: "pinned",
-        "small hf:org/several@main/small": "outdated",
-        "tiny hf:org/tiny@main": "outdated",
-        "v1 hf:org/tiny@v1": "up to date",
+        "commit hf://org/tiny@" + first: "pinned",
+        "small hf://org/several@main/small": "outdated",
+        "tiny hf://org/tiny@main": "outdated",
+        "v1 hf://org/tiny@v1": "up to date",
     }
     (found,) = store.outdated(["tiny"])
     assert (found.commit, found.newest) == (first, newest)
     store.add(found.address, name="tiny")
-    assert states(store, "tiny") == {"tiny hf:org/tiny@main": "up to date"}
+    assert states(store, "tiny") == {"tiny hf://org/tiny@main": "up to date"}
 
 
 def test_origins_of_what_was_made_here(hub: Hub, store: Store, tmp_path: Path) -> None:
@@ -49,9 +49,9 @@ def test_origins_of_what_was_made_here(hub: Hub, store: Store, tmp_path: Path) -
     merged(hub, store, tmp_path)
     hub.models["org/math"].commit({"config.json": b"{}"})
     assert states(store, "merged") == {
-        "merged hf:org/base@main": "up to date",
-        "merged hf:org/math@main": "outdated",
-        "merged hf:org/code@main": "up to date",
+        "merged hf://org/base@main": "up to date",
+        "merged hf://org/math@main": "outdated",
+        "merged hf://org/code@main": "up to date",
     }
     assert {one.name for one in store.outdated()} == {"base", "math", "code"}
 
@@ -114,5 +114,5 @@ def test_the_command(hub: Hub, store: Store) -> None:
     newest = tiny.commit(sharded(1, "new"))
     done = mstore.succeed("outdated")
     assert newest[:12] in done.out
-    assert done.lines[-1].endswith("add hf:org/tiny@main --name REF")
+    assert done.lines[-1].endswith("add hf://org/tiny@main --name tiny")
     assert mstore.succeed("outdated", "--quiet").lines == ["tiny"]

@@ -673,7 +673,7 @@ def test_outdated_asks_the_registry(
         newest = store.export("new", f"{address}:v1", card=False).commit
         (moved,) = [one for one in other.outdated() if one.state == "outdated"]
         assert (moved.name, moved.commit, moved.newest) == ("tagged", digest, newest)
-        assert moved.address == f"oci:{proxy.host}/{name}:v1"
+        assert moved.address == f"oci://{proxy.host}/{name}:v1"
         proxy.fault = lambda *_: 404
         (gone,) = [one for one in other.outdated() if one.name == "tagged"]
         assert gone.state == "unknown"

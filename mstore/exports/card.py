@@ -23,7 +23,8 @@ import yaml
 
 from mstore.checkpoint.declared import CARD, MERGEKIT, front_matter, values
 from mstore.checkpoint.origin import Origin
-from mstore.merge.running.model_card import TO_PUBLISH
+from mstore.merge.recipes.write import named
+from mstore.merge.running.model_card import NOT_NAMED, TO_PUBLISH
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.config import named_base
 from mstore.models.made import NAME, WORD, start_of
@@ -84,21 +85,24 @@ class _ParentModel(msgspec.Struct, frozen=True):
         """Say what it is, for people."""
         if self.origin is None:
             return "not on the Hub"
-        return _link(self.origin) if self._is_there else f"tuned from {_link(self.origin)}"
+        return _link(self.origin) if self.is_there else f"tuned from {_link(self.origin)}"
 
     def commit(self) -> str:
         """Return the beginning of its commit on the Hub, if it is there itself."""
-        if self.origin is None or not self._is_there:
+        if self.origin is None or not self.is_there:
             return ""
         return f"`{self.origin.commit[:12]}`"
 
     @property
-    def _is_there(self) -> bool:
+    def is_there(self) -> bool:
+        """Whether it is on the Hub itself."""
         return self.record.origin == self.origin
 
 
 def card(catalog: Catalog, view: SnapshotView, asked: Input) -> dict[str, bytes]:
-    """Return the card of a view by its path; nothing if its README.md is no text.
+    """Return the card of a view by its path, and a merge's recipe with names of the Hub.
+
+    Nothing if its README.md is no text.
 
     asked: what the view shows; the last part of its name is the title where README.md is missing.
 
@@ -111,7 +115,8 @@ def card(catalog: Catalog, view: SnapshotView, asked: Input) -> dict[str, bytes]
         text = raw.decode()
     except UnicodeDecodeError:
         return {}
-    return {path: _Card(catalog, view, name).completed(text).encode()}
+    made = _Card(catalog, view, name)
+    return {path: made.completed(text).encode(), **made.recipe()}
 
 
 class _Card:
@@ -133,8 +138,33 @@ class _Card:
                 # It quotes what YAML would read as something else than text.
                 matter += yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True)
         body = _SECTION.sub("\n", body).replace(f" {TO_PUBLISH}", "").rstrip("\n")
+        body = self._told_parents(body)
         section = "\n".join([BEGIN, *self._section(), END])
         return f"---\n{matter}---\n{body}\n\n{section}\n"
+
+    def recipe(self) -> dict[str, bytes]:
+        """Return the recipe of a merge, whose models are those of the Hub that are there."""
+        if self._record.made != records.MERGE or MERGEKIT not in self._view.files:
+            return {}
+        raw = self._view.read(MERGEKIT, 0, self._view.files[MERGEKIT])
+        text = named(raw.decode(errors="replace"), self._called())
+        return {} if text.encode() == raw else {MERGEKIT: text.encode()}
+
+    def _called(self) -> dict[str, str]:
+        """Return what parents that are on the Hub are called there, by the ids of contents."""
+        return {
+            parent.record.manifest_id().hex(): parent.name
+            for parent in self._parents
+            if parent.name is not None and parent.is_there
+        }
+
+    def _told_parents(self, body: str) -> str:
+        """Return the text of a merge's own card with names of parents that it knew none of."""
+        for content, called in self._called().items():
+            row = re.compile(rf"^(\| [^|\n]* \| ){NOT_NAMED}( \|[^\n]*`{content})", re.M)
+            # A name of the Hub has no backslash.
+            body = row.sub(rf"\g<1>{called}\g<2>", body)
+        return body
 
     # -- front matter --------------------------------------------------------------------------
 

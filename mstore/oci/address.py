@@ -78,7 +78,7 @@ class ArtifactAddress(msgspec.Struct, frozen=True):
         return cls(host, repository, tag or DEFAULT_TAG, digest or None)
 
     def __str__(self) -> str:
-        return f"oci:{self.host}/{self.repository}{self._chosen}"
+        return f"oci://{self.host}/{self.repository}{self._chosen}"
 
     @property
     def url(self) -> str:

@@ -31,6 +31,8 @@ _LONGEST_WAIT: Final = 300.0
 _MOST_ANSWER: Final = 1 << 20
 """Bytes of an answer that is a token or an error."""
 _CERTIFICATE: Final = "CERTIFICATE_VERIFY_FAILED"
+_NO_TLS: Final = "WRONG_VERSION_NUMBER"
+"""What OpenSSL says of an answer without TLS."""
 _CODE: Final = re.compile(r"[A-Z][A-Z_]{1,60}")
 _CHALLENGE: Final = re.compile(r'([A-Za-z_]+)="([^"]*)"')
 _AGAIN: Final = "run the command again: it goes on with what arrived"
@@ -266,6 +268,14 @@ class RegistryConnection:
         if not isinstance(error, RequestRefused):
             # Of other errors the text may hold a part of a request or of an answer.
             why = str(error) if isinstance(error, library().ConnectError) else type(error).__name__
+            if _NO_TLS in why:
+                return Unavailable(
+                    f"the registry at {self.address.host} speaks HTTP without TLS, which is "
+                    "allowed on this machine only",
+                    where=self.shown,
+                    hint=f"reach it by a tunnel: ssh -L 5000:{self.address.host} HOST, then "
+                    f"oci://localhost:5000/{self.address.repository}",
+                )
             is_trusted = _CERTIFICATE not in why
             return Unavailable(
                 f"the registry at {self.address.host} does not answer: {why}",

@@ -34,6 +34,7 @@ _BUSY: Final = frozenset({408, 429, 500, 502, 503, 504})
 _FEW: Final = 1 << 20
 """A file of up to this many bytes is read by one request."""
 _TRIES: Final = 6
+_USUAL: Final = "https://huggingface.co"
 _LONGEST_WAIT: Final = 300.0
 """Seconds.  A server that asks for more is told to the user."""
 
@@ -79,7 +80,7 @@ class Address(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         revision = "" if self.revision is None else f"@{self.revision}"
         below = f"/{self.directory}" if self.directory else ""
-        return f"hf:{self.model}{revision}{below}"
+        return f"hf://{self.model}{revision}{below}"
 
     @property
     def name(self) -> str:
@@ -404,7 +405,7 @@ def _error(error: Exception, address: Address) -> MstoreError:
             return NotFound(
                 f"the model has no directory {quoted(address.directory)}",
                 where=where,
-                hint=call("add", f"hf:{address.model}", name="REF"),
+                hint=call("add", f"hf://{address.model}", name="REF"),
             )
         case errors.OfflineModeIsEnabled():
             return Unavailable(
@@ -426,10 +427,13 @@ def _error(error: Exception, address: Address) -> MstoreError:
             return Unavailable(f"the Hub answers {status}{later}", where=where, hint=again)
     if isinstance(error, OSError) and error.errno is not None and found is None:
         return storage_error(error, where)
+    again = "run the command again: it goes on with what arrived"
+    if constants.ENDPOINT != _USUAL:
+        again = f"is HF_ENDPOINT right? If so, {again}"
     return Unavailable(
         f"the Hub at {constants.ENDPOINT} does not answer: {str(error).splitlines()[0]}",
         where=where,
-        hint=joined("run the command again: it goes on with what arrived", _from_cache(address)),
+        hint=joined(again, _from_cache(address)),
     )
 
 

@@ -312,7 +312,9 @@ def _named(
 
     paths: as typed. found: where they are.  Raises UsageError, BadName.
     """
-    first = shlex.quote(str(paths[0]))
+    # A path has one slash for the two of an address.
+    typed = [re.sub(r"^(hf|oci):/(?=[^/])", r"\1://", str(path)) for path in paths]
+    first = shlex.quote(typed[0])
     if names and prefix is not None:
         raise UsageError("--name and --name-prefix exclude each other")
     if prefix is not None:
@@ -320,7 +322,7 @@ def _named(
     elif not names:
         hint = f"mstore add {first} --name {_suggested(found[0])}"
         if len(paths) > 1:
-            hint = f"mstore add {shlex.join(str(path) for path in paths)} --name-prefix TEXT"
+            hint = f"mstore add {shlex.join(typed)} --name-prefix TEXT"
         raise UsageError("no --name was given", hint=hint)
     if len(names) != len(paths):
         raise UsageError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import completion
@@ -16,6 +16,7 @@ from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
     from mstore.api.reports import OriginState
+    from mstore.terms.ids import SnapshotId
 
 COLUMNS = (
     Column("REF", style="green"),
@@ -45,23 +46,25 @@ def outdated(
 ) -> None:
     """Show which models have newer revisions.
 
-    Asks the Hub what the branch or tag is now that a snapshot was added from. A model that was
+    Asks the Hub, or the registry, what the branch or tag is now that a snapshot was added from; the
+    exit status is 0 whatever it is (-q prints the names of what is outdated). A model that was
     added by its commit stays what it is: pinned. The origins of a REF that was made here are those
     of the models that it was made of.
     """
     with session.open() as store:
         states = store.outdated(names)
+        called = {id: ref for ref, id in store.ref_ids().items()}
         session.settled()
     session.output.emit(
         {"origins": states},
         ids=[one.name for one in states if one.state == "outdated"],
-        human=lambda screen: _show(screen, states),
+        human=lambda screen: _show(screen, states, called),
     )
     if any(one.state == "unknown" for one in states):
         raise Ended(FAILURE)
 
 
-def _show(screen: Screen, states: Sequence[OriginState]) -> None:
+def _show(screen: Screen, states: Sequence[OriginState], called: Mapping[SnapshotId, str]) -> None:
     if not states:
         screen.line("no model came from elsewhere")
         return
@@ -81,8 +84,11 @@ def _show(screen: Screen, states: Sequence[OriginState]) -> None:
     behind = [one for one in states if one.state == "outdated"]
     if behind:
         screen.line(f"{counted(len(behind), 'model')} with newer revisions")
-        screen.command("to add one", f"mstore add {shlex.quote(behind[0].address)} --name REF")
+        one = behind[0]
+        ref = shlex.quote(called.get(one.snapshot, "REF"))
+        screen.command("to add one", f"mstore add {shlex.quote(one.address)} --name {ref}")
 
 
 def _cut(text: str) -> str:
-    return text[:_DIGITS] if len(text) == 40 else text
+    kind, colon, digits = text.rpartition(":")
+    return kind + colon + digits[:_DIGITS] if len(digits) in (40, 64) else text

@@ -25,7 +25,7 @@ from mstore.terms.requests import BASE, UNION
 
 HEAD: Final = (
     "# The recipe of this merge. Models are named by mstore's ids of their contents.",
-    "# The recipe of this merge. Models are named by refs; comments give ids of their contents.",
+    "# The recipe of this merge. Comments behind names are ids of their contents.",
 )
 """The first line: as it is stored, and with names of one store."""
 

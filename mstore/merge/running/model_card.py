@@ -55,6 +55,7 @@ from mstore.terms.ids import ManifestId
 
 LICENCES = "licenses"
 
+NOT_NAMED = "not named by its card"
 TO_PUBLISH = """\
 Put the names of the models in place
 of ids in `base_model` before you publish this."""
@@ -225,7 +226,7 @@ class ModelCard:
         for parent in self._named:
             weight = "" if parent.weight is None else number_text(parent.weight)
             licence = parent.licence or "none stated"
-            name = parent.name or "not named by its card"
+            name = parent.name or NOT_NAMED
             yield f"| {parent.role} | {name} | {weight} | {licence} | `{parent.manifest.hex()}` |"
         yield ""
         yield _OF_NAMES
