@@ -18,8 +18,10 @@ MODULES = {
     "mstore": "fs snapshots store terms",
     "mstore.snapshots": "lineage notes",
     "mstore.terms": "errors ids phrases report sizes",
-    "mstore.api": "adding exchanging exporting judging keeping merging naming open_store reading searching "
-    "snapshot",
+    "mstore.api": (
+        "adding exchanging exporting judging keeping merging naming open_store reading searching "
+        "snapshot"
+    ),
     "mstore.blocks": (
         "codecs index lmdb_check lmdb_copy lmdb_env lmdb_files lmdb_pages lmdb_table "
         "lmdb_types location meter pack_files pack_store packs reader schema tables"

@@ -78,11 +78,15 @@ def test_a_merge(hub: Hub, store: Store, tmp_path: Path) -> None:
     assert "before you publish" not in text
 
 
-def test_checkout_writes_what_export_sends(hub: Hub, store: Store, tmp_path: Path) -> None:
+def test_checkout_writes_what_export_sends(
+    hub: Hub, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`checkout --card` writes card and recipe of an export, and all other files as they are."""
     own = merged(hub, store, tmp_path)
     report = store.export("merged", "hf://org/copy", dry_run=True)
     Program(store.path).succeed("checkout", "merged", tmp_path / "x", "--card")
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     store.export("merged", "hf://org/copy")
     assert files_of(tmp_path / "x") == hub.models["org/copy"].tip()
     assert files_of(tmp_path / "x").keys() == own.keys()
