@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import page_hub
 import page_lazy
 from tables import MIB, Told, table
 
@@ -349,6 +350,25 @@ def _lazy(told: dict[str, Told]) -> Iterator[Row]:
         )
 
 
+def _hub(told: dict[str, Told]) -> Iterator[Row]:
+    found = told["hub"]
+    for link, codec, words, most in (
+        ("gigabit", "auto", "1 Gbit/s", page_hub.MOST_GIGABIT),
+        ("loopback", "raw", "loopback, raw", page_hub.MOST_LOOPBACK),
+    ):
+        times = page_hub.ratio(found, link, codec)
+        yield Row(
+            f"add a model of {found['bytes'] / 1e9:.1f} GB from the Hub, {words}",
+            "hf download",
+            found[link][page_hub.PLAIN]["wall"]["median"],
+            found[link][f"mstore add, {codec}"]["wall"]["median"],
+            f"{times:.2f} times as long",
+            None,
+            f"{most:g} times as long",
+            met=times <= most,
+        )
+
+
 MAKERS: tuple[tuple[str, Callable[[dict[str, Told]], Iterator[Row]]], ...] = (
     ("mergekit", _mergekit),
     ("limits", _dense),
@@ -361,4 +381,5 @@ MAKERS: tuple[tuple[str, Callable[[dict[str, Told]], Iterator[Row]]], ...] = (
     ("growth", _growth),
     ("remote", _remote),
     ("lazy", _lazy),
+    ("hub", _hub),
 )

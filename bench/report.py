@@ -21,6 +21,7 @@ import page_estimates
 import page_first
 import page_growth
 import page_headline
+import page_hub
 import page_incremental
 import page_large
 import page_lazy
@@ -75,6 +76,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "segments": page_segments.section,
     "remote": page_remote.section,
     "lazy": page_lazy.section,
+    "hub": page_hub.section,
     "cluster_sim": page_cluster_sim.section,
     "first": page_first.section,
     "start": page_start.section,

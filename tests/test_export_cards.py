@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cli_runs import Program
 from hub import Hub
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from small_models import files_of, small_model
 from test_exports import merged
 from test_hub import ADAPTER, PIPELINE, hub, store
@@ -86,7 +86,7 @@ def test_checkout_writes_what_export_sends(
     report = store.export("merged", "hf://org/copy", dry_run=True)
     Program(store.path).succeed("checkout", "merged", tmp_path / "x", "--card")
     monkeypatch.setenv("HF_TOKEN", "hf_good")
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     store.export("merged", "hf://org/copy")
     assert files_of(tmp_path / "x") == hub.models["org/copy"].tip()
     assert files_of(tmp_path / "x").keys() == own.keys()
