@@ -50,7 +50,7 @@ def section(told: Told) -> str:
         [
             HEAD.format(machine=machine(told), size=told["bytes"] / 1e9, rounds=told["rounds"]),
             table(head, rows),
-            f"Beside packs and index lay at most {beside / 1e6:.1f} MB, {percent(share)} of a shard.\n",
+            f"Beside the store lay at most {beside / 1e6:.1f} MB, {percent(share)} of a shard.\n",
             aim("at most 1.1 of a shard beside the store", met=share <= 1.1),
             aim(
                 f"at most {MOST_GIGABIT:g} times the download at 1 Gbit/s",
