@@ -81,16 +81,23 @@ def export(
         session.settled()
 
     ids = [report.snapshot] if report.commit is None else [report.commit]
-    session.output.emit(report, ids=ids, human=lambda screen: _show(screen, report))
+    where = f"a pull request to {report.address}" if pull_request else report.address
+    new = "yes, private" if private else "yes"
+
+    def human(screen: Screen) -> None:
+        _show(screen, report, where, new if report.is_new else None)
+
+    session.output.emit(report, ids=ids, human=human)
 
 
-def _show(screen: Screen, report: ExportReport) -> None:
+def _show(screen: Screen, report: ExportReport, where: str, new: str | None) -> None:
+    """Draw a report; where: what was written to. new: set if it was made."""
     moved = [one for one in report.files if one.what != "there"]
     if not moved and not report.is_new:
         screen.line(f"{report.address} has these files already", style="green")
         return
     done = "would be exported" if report.dry_run else "exported"
-    screen.line(f"{short(report.snapshot)} {done} to {report.address}", style="green")
+    screen.line(f"{short(report.snapshot)} {done} to {where}", style="green")
     screen.table(
         COLUMNS,
         ((one.what, one.path, format_size(one.size) if one.size else "-") for one in moved),
@@ -98,6 +105,7 @@ def _show(screen: Screen, report: ExportReport) -> None:
     there = Counter(one.what for one in report.files)["there"]
     screen.fields(
         [
+            ("new", new),
             ("there already", counted(there, "file") if there else None),
             ("to send", format_size(report.bytes_to_send)),
             ("sent", None if report.dry_run else format_size(report.bytes_sent)),
