@@ -529,7 +529,7 @@ def test_a_base_that_is_missing(hub: Hub, store: Store) -> None:
     hub.model("org/tuned", sharded(1), card={"base_model": ["org/base"]})
     hub.model("org/merged", sharded(1), card={"base_model": ["org/a", "org/b"]})
     assert store.missing_base("hf://org/plain") is None
-    assert store.missing_base("hf://org/tuned") == "hf:org/base"
+    assert store.missing_base("hf://org/tuned") == "hf://org/base"
     with pytest.raises(BadRequest, match="several bases: org/a, org/b"):
         store.missing_base("hf://org/merged")
     store.add("hf://org/base", name="b")

@@ -342,7 +342,7 @@ def test_models_are_named_by_refs(store: Store) -> None:
     store.reset("co", "code")
     text = store.recipe("named")
     assert f'- model: "code"  # {ids["code"]}\n' in text
-    assert text.startswith("# The recipe of this merge. Models are named by refs")
+    assert text.startswith("# The recipe of this merge. Comments behind names")
     assert f'base_model: "base"  # {ids["base"]}\n' in text
     assert f'- model: "math"  # {ids["math"]}\n' in text
     assert store.plan(store.read_recipe(text).request).plan == plan.plan

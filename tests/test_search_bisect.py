@@ -107,6 +107,8 @@ def test_over_time_by_hand(grown: Path) -> None:
         with pytest.raises(BadRequest, match="good comes after"):
             store.bisect_mark("good", "m~3")
         assert store.bisect_status() == report
+        # One that has ended makes room for the next.
+        store.bisect_start("m")
         with pytest.raises(Conflict, match="goes on already"):
             store.bisect_start("m")
         assert store.bisect_reset()
@@ -272,11 +274,47 @@ def test_a_base_that_is_bad_itself(tmp_path: Path) -> None:
             searched(store, lambda _: True)
 
 
+def test_nothing_is_to_blame(tmp_path: Path) -> None:
+    """A merge that is good blames nobody, and so does a command that never judges; no note."""
+    poisoned(tmp_path, layers=())
+    with merged(tmp_path) as store:
+        for layers in (False, True):
+            store.bisect_start("m", experts=True, layers=layers)
+            report = searched(store, lambda _: False)
+            assert (report.culprits, report.rest, report.is_done) == ((), "good", True)
+            assert report.text() == "m is good itself: nothing is to blame"
+        store.bisect_start("m", experts=True)
+        report = store.bisect_status()
+        while report.next is not None:
+            report = store.bisect_mark("skip")
+        assert (report.culprits, report.rest, report.is_done) == ((), "skip", True)
+        assert store.blame("m").culprit is None
+        # Over time, too: REF counts as bad, and is tried in the end.
+        request = MergeRequest(base="base", experts=[("e0", 0.5)], method="task_arithmetic")
+        store.merge(store.plan(request).plan, name="m")
+        store.bisect_reset()
+        store.bisect_start("m", good=["m~1"])
+        with pytest.raises(BadRequest, match="no position is bad"):
+            store.bisect_run(["true", "{}"])
+
+
+def test_the_finest_finding_counts(tmp_path: Path) -> None:
+    """What a coarser search finds later does not hide the layer of an expert."""
+    poisoned(tmp_path, layers=(3,))
+    with merged(tmp_path) as store:
+        for experts, layers in ((True, True), (True, False), (False, True)):
+            store.bisect_start("m", experts=experts, layers=layers)
+            searched(store, is_large(3))
+        told = "e5 in model.layers.3; all else is good"
+        assert store.blame("m").culprit == told
+        assert [row.culprit for row in store.metrics("m")] == [told]
+
+
 def test_what_cannot_be_bisected(tmp_path: Path) -> None:
     """What is no merge has no experts; a mark of something else is refused."""
     poisoned(tmp_path, layers=(3,))
     with merged(tmp_path) as store:
-        with pytest.raises(BadRequest, match="no experts to tell apart"):
+        with pytest.raises(BadRequest, match="no experts and layers to tell apart"):
             store.bisect_start("e0", experts=True)
         with pytest.raises(BadRequest, match="the base is what is good"):
             store.bisect_start("m", experts=True, good=["base"])

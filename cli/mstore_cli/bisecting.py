@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mstore.api.reports import BisectReport
 
 ONLY_SKIPPED = 2
-"""The exit status if only skipped positions are left, as git's."""
+"""The exit status if too much was skipped, as git's."""
 
 
 def mark(session: Session, answer: str, revision: str | None) -> None:
@@ -28,7 +28,7 @@ def tell(session: Session, report: BisectReport) -> None:
     """Print where a bisection stands; end with status 2 if only skipped positions are left."""
     ids = [report.first_bad] if report.first_bad else [report.next] if report.next else []
     session.output.emit(report, ids=ids, human=lambda screen: draw(screen, report))
-    if report.suspects:
+    if report.suspects or (report.by and report.is_done and report.rest == "skip"):
         raise Ended(ONLY_SKIPPED)
 
 
@@ -78,7 +78,7 @@ def _draw_how(screen: Screen, shown: str) -> None:
 
 def _draw_culprits(screen: Screen, report: BisectReport) -> None:
     if not report.culprits:
-        screen.line(f"too much was skipped to tell what is to blame in {report.name}")
+        screen.line(report.text())
         return
     screen.line(f"to blame: {report.text()}", style="green")
     screen.line(f"{counted(report.probes, 'probe')}, {report.skipped} skipped")

@@ -133,12 +133,15 @@ class BisectReport(Report, frozen=True):
     culprits: tuple[CulpritReport, ...] = ()
     """over a merge: the units to blame, each set bad without all others"""
     rest: str | None = None
-    """over a merge: what all other units together are; null if there are none"""
+    """over a merge: what all units but the culprits together are; null if there are no others"""
     is_done: bool = False
     """whether it has ended"""
 
     def text(self) -> str:
         """Return what was found over a merge, in words."""
+        if not self.culprits:
+            good = f"{self.name} is good itself: nothing is to blame"
+            return good if self.rest == "good" else "too much was skipped to tell what is to blame"
         found = "; ".join(one.text() for one in self.culprits)
         rest = {"good": "good", "bad": "bad, too", "skip": "not judged"}.get(self.rest or "")
         return found if rest is None else f"{found}; all else is {rest}"
@@ -293,7 +296,7 @@ class _Units:
     def __init__(self, catalog: Catalog, start: Start, marks: Sequence[Mark]) -> None:
         self._catalog = catalog
         id = SnapshotId.fromhex(start.snapshot)
-        plan = plan_of(id, catalog.snapshot(id), so="it has no experts to tell apart")
+        plan = plan_of(id, catalog.snapshot(id), so="it has no experts and layers to tell apart")
         self._plan = catalog.record(Plan, plan)
         self._sources = sources_of(catalog, plan, self._plan)
         self._units = units_of(self._plan, experts=EXPERTS in start.by, layers=LAYERS in start.by)
@@ -313,7 +316,7 @@ class _Units:
 
         try:
             found = find(self._units, ask)
-            if found.rest is Answer.BAD or len(found.culprits) > 1 or found.rest is None:
+            if found.culprits and (len(found.culprits) > 1 or found.rest in (Answer.BAD, None)):
                 # Everything is bad alone: perhaps nothing at all is, too.
                 ask(frozenset())
         except _Untried as untried:
@@ -391,7 +394,7 @@ class Bisection:
 
         Raises Conflict (one goes on already), NotFound, BadRequest.
         """
-        if self._log.read() is not None:
+        if self._log.read() is not None and not self.status().is_done:
             raise Conflict("a bisection goes on already", hint=call("bisect_reset"))
         snapshot = self._catalog.resolve(revision)
         start = Start(snapshot.hex(), str(revision), tuple(sorted(by)))
@@ -414,7 +417,8 @@ class Bisection:
         told = self._told(start, marks)
         self._log.write(start, marks)
         if told.culprits:
-            notes.write(self._catalog, told.snapshot, {notes.CULPRIT: told.text()}, VALUE)
+            key = notes.culprit_key(told.by)
+            notes.write(self._catalog, told.snapshot, {key: told.text()}, VALUE)
         return told
 
     def status(self) -> BisectReport:
@@ -455,11 +459,22 @@ class Bisection:
                 answer = {0: Answer.GOOD, 125: Answer.SKIPPED}.get(status, Answer.BAD)
                 tell(told, status)
                 told = self.mark(answer)
+            newest = told.snapshot
+            # That it is bad, only the caller said so far.
+            is_believed = told.first_bad == newest and not self.is_marked(newest)
+            if is_believed and try_(newest) == 0:
+                raise BadRequest(
+                    "is good: no position is bad", where=told.name, hint=call("bisect_reset")
+                )
             if told.lacks is not None:
                 raise BadRequest(
                     "no snapshot is marked as good yet", hint=call("bisect_mark", "good", "REF")
                 )
         return told
+
+    def is_marked(self, snapshot: SnapshotId) -> bool:
+        """Return whether somebody said what a snapshot is."""
+        return any(one.snapshot == snapshot.hex() for one in self._read()[1])
 
     def log(self) -> BisectLog:
         """Return what is bisected, and the marks."""

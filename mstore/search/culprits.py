@@ -35,7 +35,8 @@ class Blamed(msgspec.Struct, Generic[Unit], frozen=True):
     culprits: sets of units, each bad without all others, in the order in which they were found. In
     a set of several, none is bad without the others: they interact. alone: what the probe of each
     set said: bad, or it was skipped, and the set is what other probes leave. rest: what all other
-    units together are; None if there are no others, or no set was found.
+    units together are; None if there are no others. If no set was found, rest is what all units
+    together are: good if nothing is bad, skipped if too much could not be judged.
     """
 
     culprits: tuple[tuple[Unit, ...], ...]
@@ -44,9 +45,10 @@ class Blamed(msgspec.Struct, Generic[Unit], frozen=True):
 
 
 def find(units: Sequence[Unit], ask: Callable[[frozenset[Unit]], Answer]) -> Blamed[Unit]:
-    """Return which units are to blame; all together are bad, and none at all are good.
+    """Return which units are to blame, if all together are bad and none at all are good.
 
-    ask: tries these units without the others.  It is asked once for each set.
+    ask: tries these units without the others.  It is asked once for each set.  All together are
+    tried only if no smaller set was bad.
     """
     search = _Search(units, ask)
     culprits: list[tuple[Unit, ...]] = []
@@ -58,6 +60,9 @@ def find(units: Sequence[Unit], ask: Callable[[frozenset[Unit]], Answer]) -> Bla
         culprits.append(tuple(found))
         left = [one for one in left if one not in found]
         rest = search.answer(left) if left else None
+    if not culprits:
+        good = search.whole is Answer.GOOD
+        return Blamed((), (), Answer.GOOD if good else Answer.SKIPPED)
     return Blamed(tuple(culprits), tuple(map(search.answer, culprits)), rest)
 
 
@@ -69,6 +74,8 @@ class _Search(Generic[Unit]):
             frozenset(): Answer.GOOD,
             frozenset(units): Answer.BAD,
         }
+        self.whole: Answer | None = None
+        """What all units together are, once they were tried."""
 
     def answer(self, units: Sequence[Unit]) -> Answer:
         """Return what these units are without the others."""
@@ -80,9 +87,17 @@ class _Search(Generic[Unit]):
     def _is_bad(self, units: Sequence[Unit]) -> bool:
         return self.answer(units) is Answer.BAD
 
+    def _is_whole_bad(self) -> bool:
+        """Return whether all units together are bad, as was only said so far."""
+        if self.whole is None:
+            self.whole = self._ask(frozenset(self._units))
+        return self.whole is Answer.BAD
+
     def culprit(self, units: Sequence[Unit]) -> list[Unit] | None:
         """Return a smallest set that is bad, of units that are; None if no probe tells."""
         guess = self._needed(units) if len(units) <= FEW else self._halved(units)
+        if guess and len(guess) == len(self._units):
+            return self._minimal(guess) if self._is_whole_bad() else None
         told = self.answer(guess) if guess else Answer.GOOD
         if guess and told is not Answer.GOOD:
             return self._minimal(guess) if told is Answer.BAD else guess
@@ -92,6 +107,8 @@ class _Search(Generic[Unit]):
         if not known:
             return None
         smallest = min(known, key=len)
+        if len(smallest) == len(self._units) and not self._is_whole_bad():
+            return None
         return self._minimal([one for one in units if one in smallest])
 
     def _needed(self, units: Sequence[Unit]) -> list[Unit]:

@@ -144,20 +144,27 @@ def _number(score: object) -> str:
 
 # -- reading -------------------------------------------------------------------------------------
 
-CULPRIT: Final = "culprit"
-"""The key of what a bisection found of a merge, in words."""
+CULPRIT: Final = "culprit: "
+"""How the keys begin of what bisections found of a merge, in words."""
+
+
+def culprit_key(by: Sequence[str]) -> str:
+    """Return the key of what a bisection by experts, layers or both found."""
+    return f"{CULPRIT}{' and '.join(by)}"
 
 
 def culprit_on(catalog: Catalog, snapshot: SnapshotId) -> str | None:
-    """Return what the last bisection of a merge found, in words; None if there was none."""
+    """Return what the finest bisection of a merge found, in words; None if there was none."""
     found = notes_on(catalog, snapshot)
     state_of = states(found)
-    texts = [
-        one.value
+    told = {
+        one.key: one.value
         for id, one in found.items()
-        if (one.form, one.key) == (VALUE, CULPRIT) and state_of[id] == COUNTS
-    ]
-    return texts[-1] if texts and isinstance(texts[-1], str) else None
+        if one.form == VALUE and one.key.startswith(CULPRIT) and state_of[id] == COUNTS
+    }
+    # The longest key is that of the layers of experts.
+    text = told[max(told, key=len)] if told else None
+    return text if isinstance(text, str) else None
 
 
 def notes_on(catalog: Catalog, snapshot: SnapshotId) -> dict[NoteId, Note]:

@@ -505,7 +505,7 @@ def _warnings(
     found: list[Text] = [
         f"a bisection found to blame: {note.told()}"
         for note in shown.notes
-        if (note.key, note.state) == (CULPRIT, COUNTS)
+        if note.key.startswith(CULPRIT) and note.state == COUNTS
     ]
     if shown.pruned:
         found.append("its contents were pruned: only records are left")

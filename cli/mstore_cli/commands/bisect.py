@@ -9,7 +9,7 @@ from mstore_cli.session import Session
 
 @command(
     example="mstore bisect",
-    failure="an error\n  2  only positions that were skipped are left",
+    failure="an error\n  2  too much was skipped to tell",
 )
 def bisect(session: Session) -> None:
     """Show where the bisection stands.

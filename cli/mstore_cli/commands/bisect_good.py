@@ -13,7 +13,7 @@ from mstore_cli.session import Session
 
 @command(
     example="mstore bisect good",
-    failure="an error; the mark does not count\n  2  only positions that were skipped are left",
+    failure="an error; the mark does not count\n  2  too much was skipped to tell",
 )
 def bisect_good(
     session: Session,

@@ -22,8 +22,7 @@ _MARKS = ("good", "bad", "skip")
 
 @command(
     example="mstore bisect replay bisect.log",
-    failure="an error; marks before the wrong line count\n"
-    "  2  only positions that were skipped are left",
+    failure="an error; marks before the wrong line count\n  2  too much was skipped to tell",
 )
 def bisect_replay(
     session: Session,

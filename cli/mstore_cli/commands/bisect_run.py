@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @command(
     example="mstore bisect run --experts llama/merged -- python /srv/works.py {}",
     failure="an error, or the command ended with 128 or more; the marks stay\n"
-    "  2  only positions that were skipped are left",
+    "  2  too much was skipped to tell",
 )
 def bisect_run(
     session: Session,
@@ -82,6 +82,10 @@ def begin(
     try:
         going = store.bisect_status()
     except NotFound:
+        store.bisect_start(revision, good=good, experts=experts, layers=layers)
+        return
+    if going.is_done:
+        store.bisect_reset()
         store.bisect_start(revision, good=good, experts=experts, layers=layers)
         return
     by = (*(("experts",) if experts else ()), *(("layers",) if layers else ()))
