@@ -138,7 +138,8 @@ def test_refs_come_and_go(store: Store, place: Path, tmp_path: Path) -> None:
     # A name that is there may be a tenth of a second old.
     await_that(lambda: weights.read_bytes() == newer)
     store.remove("loras/code")
-    await_that(lambda: found_by_vllm(place, "loras/code", BASE) is None)
+    await_that(lambda: not (place / "loras" / "code").exists())
+    assert found_by_vllm(place, "loras/code", BASE) is None
     assert sorted(os.listdir(place / "loras")) == ["math", "new"]
 
 

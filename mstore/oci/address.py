@@ -78,7 +78,12 @@ class ArtifactAddress(msgspec.Struct, frozen=True):
         return cls(host, repository, tag or DEFAULT_TAG, digest or None)
 
     def __str__(self) -> str:
-        return f"oci://{self.host}/{self.repository}{self._chosen}"
+        return f"oci://{self.bare}"
+
+    @property
+    def bare(self) -> str:
+        """As other programs write it."""
+        return f"{self.host}/{self.repository}{self._chosen}"
 
     @property
     def url(self) -> str:

@@ -202,8 +202,7 @@ class Registry:
                         raise Unavailable(
                             "the registry sends no ranges of blobs",
                             where=self.shown,
-                            hint=f"oras pull -o DIR {str(self.address).partition('://')[2]}, and add "
-                            "the directory",
+                            hint=f"oras pull -o DIR {self.address.bare}, and add the directory",
                         )
                     for piece in answer.iter_bytes(_PIECE):
                         kept = piece[skip:]

@@ -280,10 +280,10 @@ class _Finder:
             raise self._refused(f"log of {name} is true or false", node)
         step = self._number(given["step"], "step") if "step" in given else None
         if not low < high:
-            raise self._refused(f"min of {name} is less than max", node)
+            raise self._refused(f"min of {name} must be less than its max", node)
         if is_log and (low <= 0 or step is not None):
             raise self._refused(
-                f"with log, min of {name} is more than 0, and there is no step", node
+                f"with log, min of {name} must be more than 0, and there is no step", node
             )
         if step is not None:
             if not 0 < step <= high - low:

@@ -116,6 +116,8 @@ class Trials:
     def run(self, sampler: Sampler, most: int, *, restart: bool = False) -> list[Trial]:
         """Try what the sampler chooses until it ends, or there are `most` trials; return them.
 
+        There may be more in the log.
+
         restart: forget the log first.
 
         Raises Conflict (another search has this name, or another process goes on with it),
@@ -126,6 +128,8 @@ class Trials:
             if restart:
                 self._log.remove()
             self._resume()
+            # A search forgets no trial.
+            most = max(most, self.resumed)
             number = 0
             while True:
                 asked: list[Chosen] = []
@@ -188,6 +192,10 @@ class Trials:
             self._log.write(self._head, [])
             return
         head, lines = found
+        # Where nothing has a score, a typing error was corrected.
+        if head != self._head and all(one.score is None for one in lines):
+            self._log.write(self._head, [])
+            return
         if head != self._head:
             raise Conflict(
                 f"a search for this name goes on with {_difference(head, self._head)}",
