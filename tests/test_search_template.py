@@ -133,7 +133,7 @@ def test_any_document_is_written_as_it_was_read(tree: object) -> None:
         ("{min: 0}", "lacks max"),
         ("{min: 0, max: 1, steps: 2}", "no 'steps'"),
         ("{min: 1, max: 1}", "min of a.weight must be less than its max"),
-        ("{min: 0, max: 1, log: true}", "with log, min of a.weight is more than 0"),
+        ("{min: 0, max: 1, log: true}", "with log, min of a.weight must be more than 0"),
         ("{min: 0, max: 1, log: 7}", "log of a.weight is true or false"),
         ("{min: 0, max: 1, step: 2}", "step of a.weight is more than 0 and at most"),
         ("{min: zero, max: 1}", "min is a number"),
