@@ -103,7 +103,7 @@ def test_experts_that_are_left_out() -> None:
         st.none()
         | st.booleans()
         | st.integers()
-        | st.floats(allow_nan=False)
+        | st.floats(allow_nan=False, allow_infinity=False)
         | st.text(alphabet=st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp"))),
         lambda inside: (
             st.lists(inside, max_size=3)
@@ -115,8 +115,6 @@ def test_experts_that_are_left_out() -> None:
 def test_any_document_is_written_as_it_was_read(tree: object) -> None:
     """Whatever a document has, filling it in gives the same values."""
     text = json.dumps({"key": tree}, ensure_ascii=True, allow_nan=False, default=str)
-    if "Infinity" in text:
-        return
     try:
         (before,) = read_documents(text, "r")
     except BadRequest:
