@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from mstore_cli import completion
 from mstore_cli.errors import Ended
+from mstore_cli.options import Argument
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
@@ -12,6 +14,16 @@ from mstore_cli.sizes import counted
 if TYPE_CHECKING:
     from mstore.api.reports import BisectReport
 
+Position = Annotated[
+    str | None,
+    Argument(
+        metavar="[REF]",
+        help="A position of the branch [default: what is to be tried now].",
+        shell_complete=completion.refs,
+    ),
+]
+MARK_FAILURE = "an error; the mark does not count\n  2  too much was skipped to tell"
+"""When the exit status of a mark is 1, or 2."""
 ONLY_SKIPPED = 2
 """The exit status if too much was skipped, as git's."""
 

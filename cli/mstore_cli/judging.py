@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from mstore_cli import user_config
 from mstore_cli.errors import REFUSED, Ended, UsageError, remarks
-from mstore_cli.options import CHECKS, Option
+from mstore_cli.options import CHECKS, Argument, Option
 from mstore_cli.output import Mode, Screen
 from mstore_cli.session import Session, own_endpoints
 from mstore_cli.sizes import counted
@@ -55,6 +55,14 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
+Words = Annotated[
+    tuple[str, ...],
+    Argument(
+        metavar="-- COMMAND",
+        help="The program and its arguments, after `--`; {} is the snapshot's directory.",
+        may_be_empty=True,
+    ),
+]
 Timeout = Annotated[
     str | None,
     Option(

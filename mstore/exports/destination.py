@@ -44,9 +44,6 @@ class OutgoingFile(Protocol):
     def sha256(self) -> str:
         """Return the digest of all its bytes, in hexadecimal; it is computed once."""
 
-    def git_blob(self) -> str:
-        """Return the digest that git has of it, in hexadecimal."""
-
 
 class _Digests:
     """Computes digests of a stream, each once."""
@@ -66,12 +63,6 @@ class _Digests:
                 found.update(piece)
             self.known_sha256 = found.hexdigest()
         return self.known_sha256
-
-    def git_blob(self) -> str:
-        found = hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
-        for piece in self.stream():
-            found.update(piece)
-        return found.hexdigest()
 
 
 class ViewFile(_Digests):

@@ -497,7 +497,8 @@ class _Xet:
 def _is_same(file: OutgoingFile, there: RemoteFile) -> bool:
     if file.size != there.size:
         return False
-    return (file.git_blob() if there.is_git else file.sha256()) == there.digest
+    # The digest that the Hub knows large files by is remembered.
+    return there.matches(file.stream()) if there.is_git else file.sha256() == there.digest
 
 
 def _of_snapshot(id: SnapshotId) -> str:

@@ -13,7 +13,7 @@ from mstore.judging.gate import VerdictReport
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.refs import refs_in
-from mstore.store.transaction import RefMove, choose_moves
+from mstore.store.transaction import RefMove, choose_moves, drop_ref
 from mstore.terms.errors import Conflict, WrongCommand
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call, phrase
@@ -68,7 +68,7 @@ def move_if_passed(
         raise
     finally:
         if not keeps:
-            _drop(catalog, candidate)
+            drop_ref(catalog, candidate, "gate")
     return GateReport(
         name=name,
         candidate=candidate,
@@ -108,15 +108,5 @@ def _promote(
         action = f"{known.reflog(candidate)[-1].action}, {passed}"
         moves = [] if new == current else [RefMove(name, current, new, action)]
         return [*moves, RefMove(candidate, mine, None, "gate")]
-
-    choose_moves(catalog, choose)
-
-
-def _drop(catalog: Catalog, candidate: str) -> None:
-    """Remove a candidate if it is there."""
-
-    def choose(transaction: IndexTransaction) -> list[RefMove]:
-        mine = refs_in(catalog.index, transaction).get(candidate)
-        return [] if mine is None else [RefMove(candidate, mine, None, "gate")]
 
     choose_moves(catalog, choose)

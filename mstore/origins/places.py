@@ -51,7 +51,7 @@ _KINDS: Final = (
         oci.is_address,
         oci.ArtifactAddress.parse,
         registry.RegistryRepository,
-        lambda address: (f"oras pull -o DIR {str(address).partition('://')[2]}", "DIR"),
+        lambda address: (f"oras pull -o DIR {address.bare}", "DIR"),
         registry.recorded,
         registry.now,
     ),

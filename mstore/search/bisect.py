@@ -12,26 +12,24 @@ tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
 from msgspec.structs import replace
 
-from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.merge.virtual.deferred import commit_virtual
 from mstore.search.culprits import Answer, Blamed, find
 from mstore.search.runlog import RunLog
 from mstore.search.units import Unit, plan_of_units, units_of
 from mstore.snapshots import notes
+from mstore.snapshots.lineage import positions
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.note import VALUE
 from mstore.store.objects.plan import Plan
-from mstore.store.objects.snapshot import PREVIOUS
 from mstore.store.plans import plan_of, sources_of
-from mstore.store.refs import refs_in
-from mstore.store.transaction import RefMove, choose_moves
+from mstore.store.transaction import drop_ref
 from mstore.terms.errors import BadRequest, CommandFailed, Conflict, NotFound
 from mstore.terms.ids import Revision, SnapshotId
 from mstore.terms.phrases import Option, call, few
@@ -67,9 +65,6 @@ class Mark(msgspec.Struct, frozen=True):
     answer: Answer
     snapshot: str | None = None
     units: tuple[tuple[int | None, str | None], ...] | None = None
-
-
-Log = RunLog[Start, Mark]
 
 
 class BisectStopped(CommandFailed):
@@ -176,8 +171,11 @@ class BisectLog(Report, frozen=True):
 class _Subject(Protocol):
     """What is bisected, with what is known of it."""
 
-    def marked(self, answer: Answer, revision: Revision | None) -> Mark:
-        """Return the mark of a revision, or of what is tried now.  Raises BadRequest, NotFound."""
+    def mark(self, answer: Answer, revision: Revision | None) -> Mark:
+        """Take the answer for a revision, or for what is tried now, and return its mark.
+
+        Raises BadRequest, NotFound.
+        """
 
     def told(self, report: BisectReport) -> BisectReport:
         """Return a report with where it stands.  Raises BadRequest for marks that contradict."""
@@ -187,20 +185,6 @@ class _Subject(Protocol):
 
 
 # -- over time --------------------------------------------------------------------------------
-
-
-def positions(catalog: Catalog, snapshot: SnapshotId) -> Iterator[SnapshotId]:
-    """Yield a snapshot and the earlier ones of its branch, newest first."""
-    while True:
-        yield snapshot
-        try:
-            record = catalog.snapshot(snapshot)
-        except NotFound:
-            return
-        before = [one.snapshot for one in record.parents if one.role == PREVIOUS]
-        if not before:
-            return
-        snapshot = SnapshotId(before[0])
 
 
 def suspects_of(count: int, answers: Mapping[int, Answer]) -> list[int]:
@@ -230,32 +214,38 @@ class _Positions:
     def __init__(self, catalog: Catalog, start: Start, marks: Sequence[Mark]) -> None:
         self._catalog = catalog
         newest = SnapshotId.fromhex(start.snapshot)
-        self._positions = [*positions(catalog, newest)][::-1]
-        at = {one: number for number, one in enumerate(self._positions)}
-        self._answers = {len(at) - 1: Answer.BAD}
+        self._positions = positions(catalog, newest)[::-1]
+        self._at = {one: number for number, one in enumerate(self._positions)}
+        self._answers = {len(self._at) - 1: Answer.BAD}
         for mark in marks:
             if mark.snapshot is not None:
-                self._answers[at[SnapshotId.fromhex(mark.snapshot)]] = mark.answer
+                self._answers[self._at[SnapshotId.fromhex(mark.snapshot)]] = mark.answer
 
     def _tried(self) -> int | None:
         if Answer.GOOD not in self._answers.values():
             return None
         return next_of(suspects_of(len(self._positions), self._answers), self._answers)
 
-    def marked(self, answer: Answer, revision: Revision | None) -> Mark:
+    def _place(self, revision: Revision | None) -> int:
+        """Return the number of a position."""
         if revision is None:
             tried = self._tried()
             if tried is None:
                 raise BadRequest("nothing is tried now: name what is meant", where="REF")
-            return Mark(answer, snapshot=self._positions[tried].hex())
+            return tried
         snapshot = self._catalog.resolve(revision)
-        if snapshot not in self._positions:
+        if snapshot not in self._at:
             raise BadRequest(
                 "is no earlier position of what is bisected",
                 where=str(revision),
                 hint=call("reflog"),
             )
-        return Mark(answer, snapshot=snapshot.hex())
+        return self._at[snapshot]
+
+    def mark(self, answer: Answer, revision: Revision | None) -> Mark:
+        at = self._place(revision)
+        self._answers[at] = answer
+        return Mark(answer, snapshot=self._positions[at].hex())
 
     def told(self, report: BisectReport) -> BisectReport:
         if Answer.GOOD not in self._answers.values():
@@ -323,7 +313,7 @@ class _Units:
             return untried.units
         return found
 
-    def marked(self, answer: Answer, revision: Revision | None) -> Mark:
+    def mark(self, answer: Answer, revision: Revision | None) -> Mark:
         found = self._found()
         if isinstance(found, Blamed):
             raise BadRequest("nothing is tried now", hint=call("bisect_status"))
@@ -331,12 +321,13 @@ class _Units:
             raise BadRequest(
                 "over the units of a merge, a mark is of what is tried now", where=str(revision)
             )
+        self._answers[found] = answer
         return Mark(answer, units=tuple(one for one in self._units if one in found))
 
     def told(self, report: BisectReport) -> BisectReport:
         found = self._found()
         if isinstance(found, Blamed):
-            drop_candidate(self._catalog)
+            drop_ref(self._catalog, CANDIDATE, RUN)
             if self._answers.get(frozenset()) is Answer.BAD:
                 raise BadRequest(
                     "the base alone is bad, without any expert",
@@ -383,7 +374,7 @@ class Bisection:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._log: Log = RunLog(catalog.layout, RUN, Start, Mark)
+        self._log = RunLog(catalog.layout, RUN, Start, Mark)
 
     def begin(
         self, revision: Revision, *, good: Sequence[Revision] = (), by: Sequence[str] = ()
@@ -401,8 +392,8 @@ class Bisection:
         subject = self._subject(start, [])
         if by and good:
             raise BadRequest("over a merge, the base is what is good", where=Option("good"))
-        marks = [subject.marked(Answer.GOOD, one) for one in good]
-        told = self._told(start, marks)
+        marks = [subject.mark(Answer.GOOD, one) for one in good]
+        told = self._told(subject, start, marks)
         self._log.write(start, marks)
         return told
 
@@ -413,8 +404,9 @@ class Bisection:
         then it does not count.
         """
         start, marks = self._read()
-        marks = [*marks, self._subject(start, marks).marked(answer, revision)]
-        told = self._told(start, marks)
+        subject = self._subject(start, marks)
+        marks.append(subject.mark(answer, revision))
+        told = self._told(subject, start, marks)
         self._log.write(start, marks)
         if told.culprits:
             key = notes.culprit_key(told.by)
@@ -423,7 +415,8 @@ class Bisection:
 
     def status(self) -> BisectReport:
         """Return where it stands."""
-        return self._told(*self._read())
+        start, marks = self._read()
+        return self._told(self._subject(start, marks), start, marks)
 
     def run(
         self, try_: Callable[[SnapshotId], int], tell: Callable[[BisectReport, int], None]
@@ -494,7 +487,7 @@ class Bisection:
 
     def reset(self) -> bool:
         """End it; return whether one went on."""
-        drop_candidate(self._catalog)
+        drop_ref(self._catalog, CANDIDATE, RUN)
         return self._log.remove()
 
     def _read(self) -> tuple[Start, list[Mark]]:
@@ -507,7 +500,8 @@ class Bisection:
         kind = _Units if start.by else _Positions
         return kind(self._catalog, start, marks)
 
-    def _told(self, start: Start, marks: Sequence[Mark]) -> BisectReport:
+    @staticmethod
+    def _told(subject: _Subject, start: Start, marks: Sequence[Mark]) -> BisectReport:
         report = BisectReport(
             name=start.name,
             snapshot=SnapshotId.fromhex(start.snapshot),
@@ -515,14 +509,4 @@ class Bisection:
             probes=len(marks),
             skipped=sum(one.answer is Answer.SKIPPED for one in marks),
         )
-        return self._subject(start, marks).told(report)
-
-
-def drop_candidate(catalog: Catalog) -> None:
-    """Remove the candidate of what was tried, if there is one."""
-
-    def choose(transaction: IndexTransaction) -> list[RefMove]:
-        mine = refs_in(catalog.index, transaction).get(CANDIDATE)
-        return [] if mine is None else [RefMove(CANDIDATE, mine, None, RUN)]
-
-    choose_moves(catalog, choose)
+        return subject.told(report)

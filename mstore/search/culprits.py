@@ -11,7 +11,7 @@ Sources: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Inpu
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -77,14 +77,14 @@ class _Search(Generic[Unit]):
         self.whole: Answer | None = None
         """What all units together are, once they were tried."""
 
-    def answer(self, units: Sequence[Unit]) -> Answer:
+    def answer(self, units: Collection[Unit]) -> Answer:
         """Return what these units are without the others."""
         key = frozenset(units)
         if key not in self._answers:
             self._answers[key] = self._ask(key)
         return self._answers[key]
 
-    def _is_bad(self, units: Sequence[Unit]) -> bool:
+    def _is_bad(self, units: Collection[Unit]) -> bool:
         return self.answer(units) is Answer.BAD
 
     def _is_whole_bad(self) -> bool:
@@ -96,20 +96,18 @@ class _Search(Generic[Unit]):
     def culprit(self, units: Sequence[Unit]) -> list[Unit] | None:
         """Return a smallest set that is bad, of units that are; None if no probe tells."""
         guess = self._needed(units) if len(units) <= FEW else self._halved(units)
-        if guess and len(guess) == len(self._units):
-            return self._minimal(guess) if self._is_whole_bad() else None
         told = self.answer(guess) if guess else Answer.GOOD
-        if guess and told is not Answer.GOOD:
-            return self._minimal(guess) if told is Answer.BAD else guess
-        inside = frozenset(units)
-        # What is bad is known of some sets already; the first of the smallest.
-        known = [key for key, told in self._answers.items() if told is Answer.BAD and key <= inside]
-        if not known:
+        if told is Answer.SKIPPED:
+            return guess
+        bad = frozenset(guess or ())
+        if told is Answer.GOOD:
+            inside = frozenset(units)
+            # What is bad is known of some sets already; the first of the smallest.
+            known = (key for key, one in self._answers.items() if one is Answer.BAD)
+            bad = min((key for key in known if key <= inside), key=len, default=bad)
+        if not self._is_bad(bad) or (len(bad) == len(self._units) and not self._is_whole_bad()):
             return None
-        smallest = min(known, key=len)
-        if len(smallest) == len(self._units) and not self._is_whole_bad():
-            return None
-        return self._minimal([one for one in units if one in smallest])
+        return self._minimal([one for one in units if one in bad])
 
     def _needed(self, units: Sequence[Unit]) -> list[Unit]:
         """Return the units without which the others are good; if none, those that may be it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
@@ -84,11 +83,3 @@ class RunLog(Generic[Head, Line]):
         is_there = self.path.exists()
         fs.unlink(self.path, missing_ok=True)
         return is_there
-
-
-def names(layout: Layout) -> list[str]:
-    """Return the names of the searches that have a log."""
-    directory: Path = layout.searches
-    if not directory.is_dir():
-        return []
-    return sorted(one.name for one in directory.iterdir() if one.suffix != _LOCK)

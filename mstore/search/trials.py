@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Final
 
@@ -192,11 +193,11 @@ class Trials:
             self._log.write(self._head, [])
             return
         head, lines = found
-        # Where nothing has a score, a typing error was corrected.
-        if head != self._head and all(one.score is None for one in lines):
-            self._log.write(self._head, [])
-            return
         if head != self._head:
+            if all(one.score is None for one in lines):
+                # A typing error was corrected.
+                self._log.write(self._head, [])
+                return
             raise Conflict(
                 f"a search for this name goes on with {_difference(head, self._head)}",
                 where=self._name,
@@ -262,20 +263,17 @@ class Trials:
 
         def tried(number: int) -> Trial:
             choice = choices[number]
+            made = partial(Trial, number, plans[number].hex(), choice.values, choice.experts)
             began = time.monotonic()
             try:
                 judgement = self._evaluate(shown[number])
             except WrongCommand:
                 raise
             except CommandFailed as error:
-                seconds = time.monotonic() - began
-                told = str(error)[:1000]
-                return _trial(number, plans[number], choice, None, seconds, error=told)
+                seconds = round(time.monotonic() - began, 3)
+                return made(None, seconds, error=str(error)[:1000])
             score = judgement.scores[self._head.score]
-            return msgspec.structs.replace(
-                _trial(number, plans[number], choice, score, judgement.seconds),
-                results=judgement.results,
-            )
+            return made(score, round(judgement.seconds, 3), judgement.results)
 
         self._finish(list(shown), tried)
 
@@ -327,25 +325,6 @@ def _side_by_side(
         threading.Thread(target=call, args=(number,), name="trial", daemon=True).start()
     for _ in numbers:
         yield ended.get()
-
-
-def _trial(
-    number: int,
-    plan: PlanId,
-    choice: Chosen,
-    score: float | None,
-    seconds: float,
-    error: str | None = None,
-) -> Trial:
-    return Trial(
-        number,
-        plan.hex(),
-        choice.values,
-        choice.experts,
-        score,
-        round(seconds, 3),
-        error=error,
-    )
 
 
 def _difference(old: SearchHead, new: SearchHead) -> str:

@@ -32,7 +32,7 @@ from mstore.store.models import Models, models_in
 from mstore.store.not_finite import NotFiniteTensor, of_snapshot
 from mstore.store.objects.manifest import File, Manifest
 from mstore.store.objects.plan import Plan
-from mstore.store.objects.snapshot import SnapshotRecord
+from mstore.store.objects.snapshot import PREVIOUS, SnapshotRecord
 from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.store.refs import refs_in
 from mstore.terms.errors import Corrupt, NotFound
@@ -467,6 +467,18 @@ def ancestry(
     counts = _children_count(catalog, roots, None)
     assert counts is not None
     return _ordered(catalog, roots, counts, limit)
+
+
+def positions(catalog: Catalog, tip: SnapshotId) -> list[SnapshotId]:
+    """Return a snapshot and its predecessors on the branch, newest first."""
+    chain = [tip]
+    while True:
+        record = catalog.snapshot_if_there(chain[-1])
+        parents = () if record is None else record.parents
+        before = next((p.snapshot_id() for p in parents if p.role == PREVIOUS), None)
+        if before is None or before in chain[-1:]:
+            return chain
+        chain.append(before)
 
 
 def parents_of(catalog: Catalog, id: SnapshotId) -> set[SnapshotId]:

@@ -490,6 +490,16 @@ def apply_moves(catalog: Catalog, transaction: IndexTransaction, moves: Sequence
             catalog.hold_candidate(move.name, move.new)
 
 
+def drop_ref(catalog: Catalog, name: str, action: str) -> None:
+    """Remove a ref if it is there.  action: for the reflog."""
+
+    def choose(transaction: IndexTransaction) -> list[RefMove]:
+        mine = refs_in(catalog.index, transaction).get(name)
+        return [] if mine is None else [RefMove(name, mine, None, action)]
+
+    choose_moves(catalog, choose)
+
+
 def choose_moves(
     catalog: Catalog, choose: Callable[[IndexTransaction], Sequence[RefMove]]
 ) -> Sequence[RefMove]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from mstore_cli.bisecting import tell, tried
 from mstore_cli.command import command
 from mstore_cli.commands.bisect_start import Experts, Good, Layers
 from mstore_cli.errors import UsageError
-from mstore_cli.judging import Checkout, Timeout, output_of, seconds_of, show_of
-from mstore_cli.options import Argument, Revision
+from mstore_cli.judging import Checkout, Timeout, Words, output_of, seconds_of, show_of
+from mstore_cli.options import Revision
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
@@ -25,14 +25,7 @@ if TYPE_CHECKING:
 def bisect_run(
     session: Session,
     revision: Revision,
-    words: Annotated[
-        tuple[str, ...],
-        Argument(
-            metavar="-- COMMAND",
-            help="The program and its arguments, after `--`; {} is the snapshot's directory.",
-            may_be_empty=True,
-        ),
-    ] = (),
+    words: Words = (),
     good: Good = (),
     experts: Experts = False,
     layers: Layers = False,
@@ -82,10 +75,8 @@ def begin(
     try:
         going = store.bisect_status()
     except NotFound:
-        store.bisect_start(revision, good=good, experts=experts, layers=layers)
-        return
-    if going.is_done:
-        store.bisect_reset()
+        going = None
+    if going is None or going.is_done:
         store.bisect_start(revision, good=good, experts=experts, layers=layers)
         return
     by = (*(("experts",) if experts else ()), *(("layers",) if layers else ()))

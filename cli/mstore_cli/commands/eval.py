@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
 from mstore_cli.errors import REFUSED, Ended, UsageError
-from mstore_cli.judging import Checkout, Timeout, output_of, seconds_of, show_of
-from mstore_cli.options import Argument, Option, Revision
+from mstore_cli.judging import Checkout, Timeout, Words, output_of, seconds_of, show_of
+from mstore_cli.options import Option, Revision
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds
@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 def eval(
     session: Session,
     revision: Revision,
-    words: Annotated[
-        tuple[str, ...],
-        Argument(
-            metavar="-- COMMAND",
-            help="The program and its arguments, after `--`; {} is the snapshot's directory.",
-            may_be_empty=True,
-        ),
-    ] = (),
+    words: Words = (),
     score: Annotated[
         tuple[str, ...],
         Option(

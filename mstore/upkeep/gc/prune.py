@@ -14,10 +14,9 @@ from datetime import datetime
 import msgspec
 
 from mstore.blocks.schema import PRUNED
-from mstore.snapshots.lineage import ancestry
+from mstore.snapshots.lineage import ancestry, positions
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
-from mstore.store.objects.snapshot import PREVIOUS
 from mstore.store.transaction import RefMove, apply_moves
 from mstore.terms.errors import BadRequest, NotFound
 from mstore.terms.ids import SnapshotId
@@ -108,7 +107,7 @@ def _choose(catalog: Catalog, rules: PruneRules) -> tuple[list[SnapshotId], dict
     older: set[SnapshotId] = set()
     chains: set[SnapshotId] = set()
     for name, ref in branches.items():
-        chain = _chain(catalog, ref.snapshot_id())
+        chain = positions(catalog, ref.snapshot_id())
         chains.update(chain)
         # Keep everything on branches that were not requested.
         stays = _kept(catalog, chain, rules) if name in asked else set(chain)
@@ -159,18 +158,6 @@ def _kept(catalog: Catalog, chain: Sequence[SnapshotId], rules: PruneRules) -> s
             newest.setdefault(date.strftime(form), id)
         kept.update(list(newest.values())[:count])
     return kept
-
-
-def _chain(catalog: Catalog, tip: SnapshotId) -> list[SnapshotId]:
-    """Return a snapshot and its predecessors on the branch, newest first."""
-    chain = [tip]
-    while True:
-        record = catalog.snapshot_if_there(chain[-1])
-        parents = () if record is None else record.parents
-        before = next((p.snapshot_id() for p in parents if p.role == PREVIOUS), None)
-        if before is None or before in chain[-1:]:
-            return chain
-        chain.append(before)
 
 
 def _unpruned(
