@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeVar
 
 from mstore.oci.address import ArtifactAddress, is_digest
 from mstore.oci.connection import (
-    BUSY,
-    TRIES,
     RegistryConnection,
     RequestRefused,
     is_of_request,
@@ -24,6 +22,7 @@ from mstore.oci.connection import (
     wait_for,
 )
 from mstore.terms.errors import BadCheckpoint, MstoreError, Unavailable
+from mstore.terms.tries import BUSY, TRIES
 
 if TYPE_CHECKING:
     import httpx2

@@ -8,7 +8,6 @@ request, and that has a token.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
@@ -19,15 +18,12 @@ import msgspec
 from mstore.oci import credentials
 from mstore.oci.address import DOCKER_HUB, ArtifactAddress, is_loopback
 from mstore.terms.errors import MstoreError, NotFound, Unavailable
+from mstore.terms.tries import asked_pause, pause, tried
 
 if TYPE_CHECKING:
     import httpx2
 
 T = TypeVar("T")
-BUSY: Final = frozenset({408, 429, 500, 502, 503, 504})
-TRIES: Final = 6
-_LONGEST_WAIT: Final = 300.0
-"""Seconds.  A registry that asks for more is told to the user."""
 _MOST_ANSWER: Final = 1 << 20
 """Bytes of an answer that is a token or an error."""
 _CERTIFICATE: Final = "CERTIFICATE_VERIFY_FAILED"
@@ -228,19 +224,12 @@ class RegistryConnection:
 
     def asked(self, ask: Callable[[], T]) -> T:
         """Ask, and ask again as long as the registry is busy and says when."""
-        for number in range(TRIES):
-            try:
-                return ask()
-            except Exception as error:
-                wait = wait_for(error, number)
-                if isinstance(error, MstoreError):
-                    raise
-                if wait is None or number == TRIES - 1:
-                    if not is_of_request(error):
-                        raise
-                    raise self.told(error) from error
-            time.sleep(wait)
-        raise AssertionError("the last try returns or raises")
+        try:
+            return tried(ask, wait_for)
+        except Exception as error:
+            if not is_of_request(error):
+                raise
+            raise self.told(error) from error
 
     def require(self, answer: httpx2.Response, *expected: int) -> None:
         """Raise RequestRefused unless an answer has one of these statuses."""
@@ -309,14 +298,10 @@ def limited(answer: httpx2.Response, most: int) -> bytes | None:
 def wait_for(error: Exception, number: int) -> float | None:
     """Return how many seconds to wait before the next try; None if no try would help."""
     if isinstance(error, RequestRefused):
-        if error.status not in BUSY:
-            return None
-        told = error.after
-        wait = float(told) if told.isdigit() else float(2**number) / 4
-        return wait if wait <= _LONGEST_WAIT else None
+        return asked_pause(error.status, error.after, number)
     if not is_of_request(error) or _CERTIFICATE in str(error):
         return None
-    return float(2**number) / 4
+    return pause(number)
 
 
 def is_of_request(error: Exception) -> bool:

@@ -7,7 +7,6 @@ which of its errors is which of ours, and waits as long as a server asks for.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from mstore.checkpoint.tree import HUB_PREFIX, hub_origin
 from mstore.origins.repository import RemoteFile
 from mstore.terms.errors import BadCheckpoint, BadRequest, MstoreError, NotFound, Unavailable
 from mstore.terms.phrases import Phrase, call, joined, phrase
+from mstore.terms.tries import BUSY, asked_pause, pause, tried
 
 if TYPE_CHECKING:
     import huggingface_hub
@@ -30,13 +30,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _ADDRESS: Final = re.compile(r"hf:/{0,2}(?P<rest>[^/].*)")
 """An address; as a path it has one slash for several."""
-_BUSY: Final = frozenset({408, 429, 500, 502, 503, 504})
 _FEW: Final = 1 << 20
 """A file of up to this many bytes is read by one request."""
-_TRIES: Final = 6
 _USUAL: Final = "https://huggingface.co"
-_LONGEST_WAIT: Final = 300.0
-"""Seconds.  A server that asks for more is told to the user."""
 
 
 def is_address(text: str) -> bool:
@@ -223,7 +219,7 @@ class HubRepository:
                 return self._range(file, offset, end, tick)
             except Exception as error:
                 response = answer_of(error)
-                if not is_known or response is None or response.status_code in _BUSY:
+                if not is_known or response is None or response.status_code in BUSY:
                     raise
             # The address that the Hub told is good for some minutes.
             self._locations.pop(file.path, None)
@@ -318,16 +314,8 @@ def asked(address: Address, ask: Callable[[], T]) -> T:
 
     Raises errors of huggingface_hub as ours: NotFound, Unavailable, StorageFailed.
     """
-    for number in range(_TRIES):
-        with _told(address):
-            try:
-                return ask()
-            except Exception as error:
-                wait = _wait(error, number)
-                if wait is None or number == _TRIES - 1:
-                    raise
-        time.sleep(wait)
-    raise AssertionError("the last try returns or raises")
+    with _told(address):
+        return tried(ask, _wait)
 
 
 def _wait(error: Exception, number: int) -> float | None:
@@ -335,13 +323,11 @@ def _wait(error: Exception, number: int) -> float | None:
     import httpx2
 
     if isinstance(error, httpx2.TransportError):
-        return float(2**number) / 4
+        return pause(number)
     response = answer_of(error)
-    if response is None or response.status_code not in _BUSY:
+    if response is None:
         return None
-    told = str(response.headers.get("Retry-After", ""))
-    wait = float(told) if told.isdigit() else float(2**number) / 4
-    return wait if wait <= _LONGEST_WAIT else None
+    return asked_pause(response.status_code, str(response.headers.get("Retry-After", "")), number)
 
 
 def answer_of(error: BaseException) -> Any:
