@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import families
 import numpy as np
 import pytest
+from transcripts import shell_lines
 
 from mstore import MergeRequest, Store
 
@@ -22,12 +22,6 @@ from safetensors.numpy import load_file
 files = Path(sys.argv[1]).glob("*.safetensors")
 sys.exit(any(one.max() > 50 for file in files for one in load_file(file).values()))
 """
-
-
-def commands() -> list[str]:
-    """The commands of the page's blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return "".join(blocks).splitlines()
 
 
 @pytest.fixture
@@ -58,7 +52,7 @@ def test_the_page(place: Path) -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment.pop("MSTORE_STORE", None)
     told: list[str] = []
-    for line in commands():
+    for line in shell_lines(PAGE):
         done = subprocess.run(
             ["bash", "-c", line.replace("mstore ", f"{sys.executable} -m mstore_cli ", 1)],
             cwd=place,

@@ -11,15 +11,10 @@ from pathlib import Path
 
 import pytest
 from small_models import small_model
+from transcripts import shell_lines
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "howto" / "gate.md").read_text()
-
-
-def commands() -> list[str]:
-    """The commands of the page's blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return "\n".join(blocks).replace("\\\n", " ").splitlines()
 
 
 def settings() -> str:
@@ -73,7 +68,7 @@ def place(tmp_path: Path) -> Path:
 
 def test_the_page(place: Path) -> None:
     """A merge passes, a gate gets a name, branches are guarded, and a job of CI pushes."""
-    told = {line: succeed(line, place) for line in commands()}
+    told = {line: succeed(line, place) for line in shell_lines(PAGE)}
     merged = next(one for line, one in told.items() if "--check " in line)
     assert re.search(r"finite 1 is >= 1\n", merged)
     assert re.search(r"rms \S+ is <= \S+; llama has \S+\n", merged)
@@ -85,7 +80,7 @@ def test_the_page(place: Path) -> None:
 @pytest.mark.rest
 def test_a_job_fails(place: Path) -> None:
     """Where the gate says no, the job's merge ends with 3, and nothing was made or pushed."""
-    lines = [line for line in commands() if "work" in line]
+    lines = [line for line in shell_lines(PAGE) if "work" in line]
     file = place / "config" / "mstore" / "config.toml"
     file.write_text(settings().replace("finite=1", "finite=2"))
     succeed(lines[0], place)
@@ -96,6 +91,6 @@ def test_a_job_fails(place: Path) -> None:
 
 def test_the_page_has_every_step() -> None:
     """The page goes from one check to guarded branches."""
-    lines = "\n".join(commands())
+    lines = "\n".join(shell_lines(PAGE))
     for words in ("merge", "gate run", "gate require", "gate\n", "reset", "clone", "push"):
         assert words in lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -11,15 +10,14 @@ from pathlib import Path
 from hub import Hub, directory_files, environment
 from small_models import small_model
 from test_hub import PIPELINE, sharded
+from transcripts import shell_lines
 
 PAGE = (Path(__file__).parent.parent / "docs" / "howto" / "hub.md").read_text()
 
 
 def commands() -> list[str]:
     """The lines of the page's blocks, but for the installation."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    return [line for line in lines if not line.startswith("pip ")]
+    return [line for line in shell_lines(PAGE) if not line.startswith("pip ")]
 
 
 def test_the_page(tmp_path: Path) -> None:

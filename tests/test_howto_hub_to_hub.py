@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +10,10 @@ from pathlib import Path
 import pytest
 import readme_family
 from hub import environment
+from transcripts import shell_lines
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "howto" / "hub-to-hub.md").read_text()
-
-
-def commands() -> list[str]:
-    """The lines of the page's blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return "".join(blocks).replace("\\\n", " ").splitlines()
 
 
 @pytest.mark.rest
@@ -35,7 +29,7 @@ def test_the_page(tmp_path: Path) -> None:
     own.pop("MSTORE_STORE", None)
     told: dict[str, str] = {}
     with hub.running():
-        for line in commands():
+        for line in shell_lines(PAGE):
             if line.startswith("mstore outdated"):
                 model = hub.models["Qwen/Qwen2.5-Coder-0.5B"]
                 newest = dict(model.commits[model.refs["main"]])

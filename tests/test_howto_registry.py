@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from registries import registry
 from small_models import BLOCK, small_model
+from transcripts import shell_lines
 
 from mstore import MergeRequest, Store
 
@@ -20,9 +20,7 @@ HOST = "registry.example.org"
 
 def commands() -> list[str]:
     """The lines of the page's blocks, but for the installation."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    return [line for line in lines if not line.startswith("pip ")]
+    return [line for line in shell_lines(PAGE) if not line.startswith("pip ")]
 
 
 def test_the_page(tmp_path: Path) -> None:

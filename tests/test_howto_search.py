@@ -11,16 +11,11 @@ from pathlib import Path
 
 import pytest
 from family_fixture import family
+from transcripts import shell_lines
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "howto" / "search.md").read_text()
 pytest_plugins = ["family_fixture"]
-
-
-def commands() -> list[str]:
-    """The commands of the page's blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return "".join(blocks).replace("\\\n", " ").splitlines()
 
 
 def recipe() -> str:
@@ -65,7 +60,7 @@ def stored(trained: Path, directory: Path, names: list[str]) -> Path:
 def test_the_page(quick_family: family.Family, tmp_path: Path) -> None:
     """A search by tpe and a greedy soup end with merges, which metrics and a page show."""
     place = stored(quick_family.root, tmp_path, ["code", "prose", "arithmetic"])
-    told = {line: succeed(line, place) for line in commands()}
+    told = {line: succeed(line, place) for line in shell_lines(PAGE)}
     searched, metrics, _, soup = told.values()
     assert "merged best" in searched
     assert re.search(r"trials +12 by tpe, seed 0", searched)
@@ -93,7 +88,7 @@ def test_better_than_one_over_k_and_than_each_expert(tmp_path: Path) -> None:
         f"  - {{model: {name}, parameters: {{weight: {{min: 0, max: 1}}}}}}\n" for name in names
     )
     (place / "search.yml").write_text(RECIPE + weights)
-    line = commands()[0].replace("--trials 12", "--trials 50 --json")
+    line = shell_lines(PAGE)[0].replace("--trials 12", "--trials 50 --json")
     found = json.loads(succeed(line, place))
     by_role: dict[str, list[float]] = {}
     for one in found["reported"]:

@@ -42,6 +42,12 @@ def pairs(page: str) -> list[tuple[str, str]]:
     return found
 
 
+def shell_lines(page: str) -> list[str]:
+    """The commands of all sh blocks of a page, in order; a command is one line."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return [line for line in "".join(blocks).replace("\\\n", " ").splitlines() if line]
+
+
 def steady(text: str) -> str:
     """The text without what differs from run to run."""
     for pattern, word in VOLATILE:
