@@ -97,7 +97,9 @@ def server(store: Path) -> Iterator[Any]:
             assert process.stdout is not None
             said = ""
             while not said.endswith("}\n"):
-                said += process.stdout.readline()
+                piece = process.stdout.readline()
+                assert piece, "the server ended"
+                said += piece
             url = json.loads(said)["url"]
 
             def served() -> list[str]:

@@ -25,6 +25,13 @@ from typing import Any
 HARMLESS = {0, signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH}
 """What the kernel ignores where nobody listens."""
 
+TIMERS = {
+    signal.ITIMER_REAL: signal.SIGALRM,
+    signal.ITIMER_VIRTUAL: signal.SIGVTALRM,
+    signal.ITIMER_PROF: signal.SIGPROF,
+}
+"""The signal of each timer."""
+
 
 def refuse() -> None:
     """From now on, in this process and not in its children."""
@@ -70,7 +77,11 @@ def refuse() -> None:
     guard(signal, "raise_signal", deadly)
     guard(signal, "pthread_kill", lambda thread, number: deadly(number))
     guard(signal, "alarm", lambda seconds: seconds > 0 and deadly(signal.SIGALRM))
-    guard(signal, "setitimer", always)
+    guard(
+        signal,
+        "setitimer",
+        lambda which, seconds, interval=0.0: seconds > 0 and deadly(TIMERS[which]),
+    )
     guard(resource, "setrlimit", always)
     guard(
         faulthandler,
