@@ -112,6 +112,10 @@ class Hub:
         """Called before the last bytes of a file are sent."""
         self.before_part: Callable[[str], None] = lambda path: None
         """Called before other bytes of a file are sent."""
+        self.signature = 0
+        """Of the addresses of large files; those with another one have expired."""
+        self.expired = 0
+        """Requests for such addresses."""
         self.ranges = True
         self.pace: Callable[[int], None] = lambda size: None
         """Called before so many bytes of an answer are sent."""
@@ -279,6 +283,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             elif found := re.fullmatch(r"/lfs/([^/]+/[^/]+)/([0-9a-f]{40})/(.+)", path):
                 if "Authorization" in self.headers:
                     hub.leaked.append(self.headers["Authorization"])
+                if query["signed"] != [str(hub.signature)]:
+                    hub.expired += 1
+                    self.say(403, b"", {})
+                    return
                 self.body(found[3], hub.models[found[1]].commits[found[2]][found[3]], {})
             else:
                 self.say(404, b"", {})
@@ -546,7 +554,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if "lfs" in entry:
                 headers["X-Linked-Etag"] = f'"{entry["lfs"]["oid"]}"'
                 headers["X-Linked-Size"] = str(len(data))
-                headers["Location"] = f"{hub.elsewhere}/lfs/{id}/{sha}/{quote(path)}"
+                place = f"{hub.elsewhere}/lfs/{id}/{sha}/{quote(path)}"
+                headers["Location"] = f"{place}?signed={hub.signature}"
                 self.say(302, b"", headers)
                 return
             self.body(path, data, headers)
