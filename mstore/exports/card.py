@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -36,6 +37,7 @@ from mstore.store.objects import snapshot as records
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.view import SnapshotView
 from mstore.terms.errors import Corrupt, NotFound
+from mstore.terms.ids import SnapshotId
 
 BEGIN: Final = "<!-- mstore: begin; each export writes this section anew -->"
 END: Final = "<!-- mstore: end -->"
@@ -286,22 +288,22 @@ class _Card:
     def _found_parents(self) -> Iterator[_ParentModel]:
         for parent in self._record.parents:
             if parent.role in (records.BASE, records.EXPERT):
-                record = self._catalog.snapshot(parent.snapshot_id())
-                yield _ParentModel(parent.role, record, self._on_hub(record))
+                id = parent.snapshot_id()
+                yield _ParentModel(parent.role, self._catalog.snapshot(id), self._on_hub(id))
 
-    def _on_hub(self, record: SnapshotRecord) -> Origin | None:
+    def _on_hub(self, id: SnapshotId) -> Origin | None:
         """Return where a model is on the Hub, or else its nearest base."""
-        waiting, seen = [record], 0
-        while waiting and seen < _MOST_ANCESTORS:
-            one = waiting.pop(0)
-            seen += 1
-            if one.origin is not None and urlsplit(one.origin.url).scheme in ("http", "https"):
-                return one.origin
-            for parent in one.parents:
-                if parent.role == records.BASE:
-                    above = self._catalog.snapshot_if_there(parent.snapshot_id())
-                    waiting += [] if above is None else [above]
-        return None
+
+        def bases(record: SnapshotRecord) -> list[SnapshotId]:
+            return [one.snapshot_id() for one in record.parents if one.role == records.BASE]
+
+        lineage = self._catalog.nearest_first(id, bases)
+        origins = (record.origin for _, record in islice(lineage, _MOST_ANCESTORS))
+        return next((one for one in origins if one is not None and _is_page(one.url)), None)
+
+
+def _is_page(url: str) -> bool:
+    return urlsplit(url).scheme in ("http", "https")
 
 
 def _keys_in(lines: Iterable[str]) -> Iterator[str]:

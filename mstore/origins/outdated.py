@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Final
 
 from mstore.checkpoint.origin import Origin
 from mstore.origins import places
 from mstore.store.catalog import Catalog
-from mstore.store.objects.snapshot import PREVIOUS
+from mstore.store.objects.snapshot import PREVIOUS, SnapshotRecord
 from mstore.terms.errors import MstoreError
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import Text
@@ -64,18 +65,13 @@ def states(catalog: Catalog, named: Iterable[tuple[str, SnapshotId]]) -> list[Or
 
 
 def _origins(catalog: Catalog, start: SnapshotId) -> Iterator[tuple[SnapshotId, Origin]]:
-    waiting, seen = [start], {start}
-    while waiting and len(seen) < _MOST:
-        id = waiting.pop(0)
-        record = catalog.snapshot(id) if id == start else catalog.snapshot_if_there(id)
-        if record is None:
-            continue
+    def follow(record: SnapshotRecord) -> list[SnapshotId]:
+        parents = () if record.origin is not None else record.parents
+        return [one.snapshot_id() for one in parents if one.role != PREVIOUS]
+
+    for id, record in islice(catalog.nearest_first(start, follow), _MOST):
         if record.origin is not None:
             yield id, record.origin
-            continue
-        made_of = [one.snapshot_id() for one in record.parents if one.role != PREVIOUS]
-        waiting += [one for one in dict.fromkeys(made_of) if one not in seen]
-        seen.update(made_of)
 
 
 def _now(origin: Origin) -> tuple[str | None, Text]:

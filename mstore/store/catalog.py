@@ -8,6 +8,7 @@ publishes. Safe for any number of threads.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from mstore.store.config import Config, RemoteConfig
 from mstore.store.layout import Layout
 from mstore.store.leases import Hold
 from mstore.store.objects.canonical import MAX_COUNT
+from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.payloads import Payloads
 from mstore.store.refs import refs_in
 from mstore.terms.errors import Corrupt, NotFound, StorageFailed
@@ -269,6 +271,24 @@ class Catalog(Payloads):
         """Return the snapshots that have this one as a parent, from the index."""
         with self.index.env.read() as transaction:
             return listing.children(self.index, transaction, id)
+
+    def nearest_first(
+        self, start: SnapshotId, follow: Callable[[SnapshotRecord], Iterable[SnapshotId]]
+    ) -> Iterator[tuple[SnapshotId, SnapshotRecord]]:
+        """Yield a snapshot and what it leads to, each once, those of fewer steps first.
+
+        follow: the parents of a record to go on with; missing ones are left out.  Raises NotFound
+        if the start is missing.
+        """
+        waiting, seen = deque([start]), {start}
+        while waiting:
+            id = waiting.popleft()
+            record = self.snapshot(id) if id == start else self.snapshot_if_there(id)
+            if record is not None:
+                yield id, record
+                new = [one for one in dict.fromkeys(follow(record)) if one not in seen]
+                waiting += new
+                seen.update(new)
 
     def snapshots_of(self, manifest: ManifestId) -> list[SnapshotId]:
         """Return the snapshots with this content, newest first (ties by id)."""
