@@ -51,6 +51,12 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 silent_ends.refuse()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In the process above the workers."""
+    if config.getoption("numprocesses", None):
+        config.pluginmanager.register(silent_ends.Running())
+
+
 @pytest.fixture(autouse=True)
 def _sigterm_is_heard() -> Iterator[None]:
     """A command that has published its result hears no SIGTERM; the next test does."""

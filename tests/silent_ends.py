@@ -8,6 +8,8 @@ here such a call is an AssertionError, and its test fails with the others.
 The same holds in each worker of pytest-xdist, and for the process above it, which gathers what all
 of them found.  Only xdist itself may end a worker, when nobody listens to it any more.
 
+A run that somebody ends by SIGTERM says which tests it was at, and what had failed until then.
+
 Knows the calls of Python; what ends the process from within C (a wild pointer) pytest's own
 faulthandler tells, and xdist names the test at which a worker was lost.
 """
@@ -31,6 +33,26 @@ TIMERS = {
     signal.ITIMER_PROF: signal.SIGPROF,
 }
 """The signal of each timer."""
+
+
+class Running:
+    """A plugin of pytest for the process above the workers: knows which tests they run."""
+
+    def __init__(self) -> None:
+        self._tests: dict[str, None] = {}
+        signal.signal(signal.SIGTERM, self._tell)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._tests[nodeid] = None
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._tests.pop(nodeid, None)
+
+    def _tell(self, number: int, frame: object) -> None:
+        said = "".join(f"\nended during {one}" for one in self._tests)
+        os.write(2, f"{said}\n".encode())
+        # pytest then ends as after Ctrl-C, with its summary.
+        raise KeyboardInterrupt
 
 
 def refuse() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,30 @@ def test_xdist_may_end_a_worker() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+def test_who_is_ended_says_where(tmp_path: Path) -> None:
+    """A run that somebody ends names the tests that ran, and those that had failed."""
+    (tmp_path / "test_ends.py").write_text(
+        f"{IMPORTS}"
+        "def test_one(): assert False\n"
+        "def test_two():\n"
+        "    open('begun', 'w').close()\n"
+        "    time.sleep(600)\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    line = ["-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-n", "1"]
+    tests = subprocess.Popen(
+        [sys.executable, *line],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while tests.poll() is None and not (tmp_path / "begun").exists():
+        time.sleep(0.05)
+    tests.send_signal(signal.SIGTERM)
+    said = tests.communicate(timeout=300)[0]
+    assert "ended during test_ends.py::test_two" in said
+    assert "FAILED test_ends.py::test_one" in said
