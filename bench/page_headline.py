@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import page_hub
 import page_lazy
+import page_search
 from tables import MIB, Told, table
 
 HEAD = """\
@@ -369,6 +370,21 @@ def _hub(told: dict[str, Told]) -> Iterator[Row]:
         )
 
 
+def _search(told: dict[str, Told]) -> Iterator[Row]:
+    found = told["search"]
+    share = found["time_share"]
+    yield Row(
+        f"search eight weights, {found['trials']} trials, the evaluator left out",
+        "mergekit, each merged",
+        found["mergekit"]["wall"] * found["trials"],
+        found["mstore"]["outside"],
+        f"{share:.2f} times as long",
+        None,
+        "a third",
+        met=share <= page_search.MOST_TIME,
+    )
+
+
 MAKERS: tuple[tuple[str, Callable[[dict[str, Told]], Iterator[Row]]], ...] = (
     ("mergekit", _mergekit),
     ("limits", _dense),
@@ -382,4 +398,5 @@ MAKERS: tuple[tuple[str, Callable[[dict[str, Told]], Iterator[Row]]], ...] = (
     ("remote", _remote),
     ("lazy", _lazy),
     ("hub", _hub),
+    ("search", _search),
 )

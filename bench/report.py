@@ -35,6 +35,7 @@ import page_quality
 import page_rates
 import page_refs
 import page_remote
+import page_search
 import page_segments
 import page_small
 import page_small_calls
@@ -91,6 +92,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "paper": page_paper.section,
     "planning": page_planning.section,
     "large": page_large.section,
+    "search": page_search.section,
     "quality": page_quality.section,
     "incremental": page_incremental.section,
 }

@@ -1,4 +1,4 @@
-"""A search over eight weights beside merging each candidate whole, as mergekit-evolve does.
+"""A search over eight weights, and who broke a merge of eight: beside whole merges one by one.
 
     python bench/search.py WORK --mergekit VENV/bin/mergekit-yaml [--millions 100] [--trials 50]
         [--peer-trials 5]
@@ -11,6 +11,10 @@ also writes every model again at its start, and needs Ray; both are left out.
 
 What is written: how much the store grew, all of it (plans, records, logs, cache, the winner),
 against the bytes of the peer's merged models.
+
+The broken merge is that of the same experts, one with a tensor of large values.  One `mstore bisect
+run` finds the expert, one the layer of the expert.  The other way leaves out one after another: as
+many whole merges by the peer, each of the median time above, and as many evaluations.
 """
 
 from __future__ import annotations
@@ -27,9 +31,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from generate import BASE, dense, write_family
+import numpy as np
+from generate import BASE, dense, places, write_family
 from measure import keep, machine, options, run
 from mergekit import merged_by, peer_versions
+from safetensors.numpy import load_file, save_file
 from store import Store
 
 EXPERTS = 8
@@ -51,6 +57,22 @@ Path("loss.json").write_text(json.dumps({"loss": loss}))
 """
 
 
+# Bad, as `git bisect run` has it, is a model with a large value.
+JUDGE = """\
+import sys
+from pathlib import Path
+import ml_dtypes, numpy as np
+from safetensors import safe_open
+largest = 0.0
+for file in sorted(Path(sys.argv[1]).glob("*.safetensors")):
+    with safe_open(file, "np") as model:
+        for name in model.keys():
+            largest = max(largest, float(model.get_tensor(name).astype(np.float32).max()))
+sys.exit(largest > 1)
+"""
+BROKEN = "expert5"
+
+
 RECIPE = "merge_method: task_arithmetic\nbase_model: base\ndtype: bfloat16\nmodels:\n" + "".join(
     f"  - {{model: {name}, parameters: {{weight: {{min: 0, max: 1}}}}}}\n" for name in NAMES
 )
@@ -62,9 +84,9 @@ def size_of(directory: Path) -> int:
     return sum(one.stat().st_blocks * 512 for one in files)
 
 
-def evaluator(work: Path, family: Path) -> float:
-    """Seconds that the evaluator takes for a plain checkpoint, the median of five."""
-    words = [sys.executable, str(work / "evaluate.py"), str(family / NAMES[0]), "1"]
+def evaluator(work: Path, family: Path, program: str) -> float:
+    """Seconds that an evaluator takes for a plain checkpoint, the median of five."""
+    words = [sys.executable, str(work / program), str(family / NAMES[0]), "1"]
     seconds = []
     for _ in range(5):
         here = work / "evaluated"
@@ -114,6 +136,38 @@ def merged(program: Path, work: Path, family: Path, trials: int) -> dict[str, An
     return {"wall": statistics.median(one.wall for one in runs), "bytes": plain}
 
 
+def broken(work: Path, store: Store, family: Path) -> None:
+    """Merge the experts, one of them with large values in a tensor of its second layer."""
+    bad = work / "broken"
+    shutil.rmtree(bad, ignore_errors=True)
+    shutil.copytree(family / BROKEN, bad)
+    names = json.loads((bad / "model.safetensors.index.json").read_text())["weight_map"]
+    name = next(one for one in names if ".layers.1." in one and "down_proj" in one)
+    file = bad / names[name]
+    tensors = load_file(file)
+    tensors[name] = np.full_like(tensors[name], 100)
+    save_file(tensors, file, metadata={"format": "pt"})
+    store.add(bad, "broken")
+    shutil.rmtree(bad)
+    experts = ["broken" if name == BROKEN else name for name in NAMES]
+    weights = [word for one in experts for word in ("--expert", f"{one}=0.3")]
+    store.mstore("merge", "--method", "task_arithmetic", "--base", "base", *weights, "--name", "m")
+
+
+def found(work: Path, store: Store, by: tuple[str, ...], seconds: float) -> dict[str, Any]:
+    """One bisection, in words what it found."""
+    judge = [sys.executable, str(work / "judge.py"), "{}"]
+    done = store.mstore("--json", "bisect", "run", *by, "m", "--", *judge)
+    told = json.loads(done.output.splitlines()[-1])
+    return {
+        "wall": done.wall,
+        "cpu": done.cpu,
+        "probes": told["probes"],
+        "culprits": told["culprits"],
+        "outside": done.wall - told["probes"] * seconds,
+    }
+
+
 def main() -> None:
     parser = options(__doc__, rounds=1, millions=100.0)
     parser.add_argument("--mergekit", type=Path, required=True, help="its mergekit-yaml")
@@ -128,9 +182,25 @@ def main() -> None:
     for model in models:
         store.add(family / model.name, model.name)
     (work / "evaluate.py").write_text(EVALUATOR)
-    seconds = evaluator(work, family)
+    (work / "judge.py").write_text(JUDGE)
+    seconds = evaluator(work, family, "evaluate.py")
     ours = searched(work, store, arguments.trials, seconds)
     theirs = merged(arguments.mergekit, work, family, arguments.peer_trials)
+    judged = evaluator(work, family, "judge.py")
+    broken(work, store, family)
+    layers = len({place.layer for place in places(arguments.millions)})
+    one_by_one = theirs["wall"] + judged
+    bisections = {
+        what: {
+            **found(work, store, by, judged),
+            "units": units,
+            "one_by_one": units * one_by_one,
+        }
+        for what, by, units in (
+            ("experts", ("--experts",), EXPERTS),
+            ("layers of experts", ("--experts", "--layers"), EXPERTS * layers),
+        )
+    }
     results = {
         "machine": machine(),
         "versions": peer_versions(arguments.mergekit),
@@ -140,6 +210,8 @@ def main() -> None:
         "evaluator": seconds,
         "mstore": ours,
         "mergekit": theirs,
+        "judge": judged,
+        "bisections": bisections,
         "time_share": ours["outside"] / (theirs["wall"] * arguments.trials),
         "bytes_share": ours["written"] / (theirs["bytes"] * arguments.trials),
     }

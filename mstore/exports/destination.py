@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Event, Lock
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
@@ -17,8 +19,14 @@ from mstore.checkpoint.declared import CARD
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.store.view import SnapshotView
+from mstore.terms.errors import Interrupted
 from mstore.terms.ids import Buffer, SnapshotId
 
+F = TypeVar("F")
+R = TypeVar("R")
+
+_AT_ONCE: Final = 4
+"""Files that are sent at once."""
 _BUFFER: Final = 4 << 20
 """Bytes that are read ahead of who sends a file."""
 
@@ -144,6 +152,47 @@ def opened(file: OutgoingFile, tick: Callable[[int], None]) -> io.BufferedReader
     tick: called with the bytes that were read, as they are read.
     """
     return io.BufferedReader(_Raw(file, tick), _BUFFER)
+
+
+def sent_together(
+    files: Iterable[F], send: Callable[[F, Callable[[int], None]], R], tick: Callable[[int], None]
+) -> list[R]:
+    """Send files, several at once, and return what `send` does, in their order.
+
+    The first that fails, or Ctrl-C, ends all: no other is begun, and what is under way ends at its
+    next call of the function that `send` gets, which passes bytes on to `tick`, from one thread at
+    a time.  Raises the error that came first.
+    """
+    errors: list[BaseException] = []
+    is_ended, lock = Event(), Lock()
+
+    def require_going_on() -> None:
+        if is_ended.is_set():
+            raise Interrupted("the export was ended")
+
+    def ticked(count: int) -> None:
+        require_going_on()
+        with lock:
+            tick(count)
+
+    def sent(file: F) -> R:
+        require_going_on()
+        try:
+            return send(file, ticked)
+        except BaseException as error:
+            errors.append(error)
+            is_ended.set()
+            raise
+
+    with ThreadPoolExecutor(_AT_ONCE, "export") as pool:
+        sending = [pool.submit(sent, file) for file in files]
+        try:
+            wait(sending)
+        finally:
+            is_ended.set()
+    if errors:
+        raise errors[0]
+    return [one.result() for one in sending]
 
 
 class Export(msgspec.Struct, frozen=True):

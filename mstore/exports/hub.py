@@ -13,11 +13,9 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from threading import Event, Lock
 from types import SimpleNamespace
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import quote
@@ -25,13 +23,20 @@ from urllib.parse import quote
 import msgspec
 
 from mstore.checkpoint.declared import CARD
-from mstore.exports.destination import ChangesThere, Export, OutgoingFile, Sent, Wishes, opened
+from mstore.exports.destination import (
+    ChangesThere,
+    Export,
+    OutgoingFile,
+    Sent,
+    Wishes,
+    opened,
+    sent_together,
+)
 from mstore.origins.hub import Address, HubRepository, answer_of, asked, library
 from mstore.origins.repository import RemoteFile
 from mstore.terms.errors import (
     BadRequest,
     Conflict,
-    Interrupted,
     MstoreError,
     NotFound,
     Unavailable,
@@ -46,7 +51,6 @@ _LFS: Final = "lfs"
 _SAMPLE: Final = 512
 """Bytes by which the Hub tells text from data."""
 _OF_ONE_QUESTION: Final = 256
-_UPLOADS: Final = 4
 _LOOKED_AT: Final = 20
 """Open pull requests among which one is looked for."""
 _KEPT: Final = frozenset({".gitattributes", CARD})
@@ -221,24 +225,8 @@ class HubDestination:
         self, files: Sequence[OutgoingFile], tick: Callable[[int], None]
     ) -> dict[str, _Uploaded]:
         """Send the contents of large files, several at once; the first that fails ends all."""
-        upload, is_ended, lock = self._upload(), Event(), Lock()
-
-        def ticked(count: int) -> None:
-            if is_ended.is_set():
-                raise Interrupted("the export was ended", where=self.shown)
-            with lock:
-                tick(count)
-
-        with ThreadPoolExecutor(_UPLOADS, "export") as pool:
-            sent = {file.path: pool.submit(upload.send, file, ticked) for file in files}
-            try:
-                for one in wait(sent.values(), return_when=FIRST_EXCEPTION).done:
-                    one.result()
-            except BaseException:
-                is_ended.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return {path: one.result() for path, one in sent.items()}
+        sent = sent_together(files, self._upload().send, tick)
+        return {file.path: one for file, one in zip(files, sent, strict=True)}
 
     def _create(self) -> None:
         def create() -> None:

@@ -12,14 +12,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from threading import Event, Lock
 from typing import Final
 
 import msgspec
 
-from mstore.exports.destination import ChangesThere, Export, OutgoingFile, Sent, Wishes
+from mstore.exports.destination import (
+    ChangesThere,
+    Export,
+    OutgoingFile,
+    Sent,
+    Wishes,
+    sent_together,
+)
 from mstore.oci.address import ArtifactAddress
 from mstore.oci.artifacts import (
     CONFIG_TYPE,
@@ -45,17 +51,13 @@ from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import Option, phrase
 
 _AT_ONCE: Final = 4
-"""Blobs that are read, and sent, at once."""
+"""Files that are hashed at once, and blobs that the registry is asked for."""
 _MOST_LAYERS: Final = 100_000
 SIGNATURE_TYPE: Final = "application/vnd.mstore.signature.v1+json"
 _SNAPSHOT: Final = "org.mstore.snapshot"
 """The annotation that has the SnapshotId."""
 _CREATED: Final = "org.opencontainers.image.created"
 _DESCRIPTION: Final = "org.opencontainers.image.description"
-
-
-class _Stopped(Exception):
-    """Another file could not be sent."""
 
 
 class RegistryDestination:
@@ -84,9 +86,6 @@ class RegistryDestination:
                     where=address,
                 )
         self._registry = Registry(self.address)
-        self._lock = Lock()
-        self._sent = 0
-        self._stopped = Event()
         self._tagged: str | None = None
         """The manifest that the tag named before."""
 
@@ -131,24 +130,11 @@ class RegistryDestination:
         own, config = self._manifest(outgoing)
         sources = _sources(outgoing.catalog, self.address.host) if changes.to_send else {}
         by_digest = {_digest(file): file for file in changes.to_send}
-        ticking = Lock()
 
-        def tick_one(more: int) -> None:
-            with ticking:
-                tick(more)
+        def put(file: OutgoingFile, tick: Callable[[int], None]) -> int:
+            return self._put_file(file, outgoing, sources, tick)
 
-        with ThreadPoolExecutor(_AT_ONCE, "export") as pool:
-            sending = [
-                pool.submit(self._put_file, file, digest, outgoing, sources, tick_one)
-                for digest, file in by_digest.items()
-            ]
-            try:
-                for one in as_completed(sending):
-                    one.result()
-            except BaseException:
-                self._stopped.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        bytes_sent = sum(sent_together(by_digest.values(), put, tick))
         digest = digest_of(own)
         if self._tagged != digest:
             self._put_bytes(config)
@@ -156,37 +142,35 @@ class RegistryDestination:
         for file in outgoing.files:
             outgoing.memo.put_repository(self.address.host, _digest(file), self.address.repository)
         self._refer(outgoing, Descriptor(MANIFEST, digest, len(own), artifact_type=MODEL_TYPE))
-        return Sent(digest, f"{self.address.url}@{digest}", self._sent)
+        return Sent(digest, f"{self.address.url}@{digest}", bytes_sent)
 
     def _put_file(
         self,
         file: OutgoingFile,
-        digest: str,
         outgoing: Export,
         sources: Mapping[bytes, str],
         tick: Callable[[int], None],
-    ) -> None:
-        """Let the repository have the blob of a file."""
+    ) -> int:
+        """Let the repository have the blob of a file; return how many bytes were sent for that."""
+        digest, sent = _digest(file), 0
         remembered = outgoing.memo.repository(self.address.host, digest)
         guessed = None if file.content_id is None else sources.get(file.content_id)
         for source in dict.fromkeys((remembered, guessed)):
             if source and source != self.address.repository:
+                is_there = False
                 with suppress(MstoreError):
-                    if self._registry.mount(digest, source):
-                        tick(file.size)
-                        return
-
-        def read(offset: int, length: int) -> bytes:
-            if self._stopped.is_set():
-                raise _Stopped
-            return file.read(offset, length)
+                    is_there = self._registry.mount(digest, source)
+                if is_there:
+                    tick(file.size)
+                    return 0
 
         def count(more: int) -> None:
-            with self._lock:
-                self._sent += more
+            nonlocal sent
+            sent += more
             tick(more)
 
-        self._registry.upload(Upload(digest, file.size, read), count)
+        self._registry.upload(Upload(digest, file.size, file.read), count)
+        return sent
 
     def _put_bytes(self, data: bytes) -> str:
         """Let the repository have a small blob; return its digest."""
