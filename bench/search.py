@@ -1,6 +1,6 @@
 """A search over eight weights, and who broke a merge of eight: beside whole merges one by one.
 
-    python bench/search.py WORK --mergekit VENV/bin/mergekit-yaml [--millions 100] [--trials 50]
+    python bench/search.py WORK --mergekit VENV/bin/mergekit-yaml [--millions 300] [--trials 50]
         [--peer-trials 5]
 
 Writes and prints bench/results/search.json.  Ours is one `mstore search` by TPE.  Its time outside
@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import ml_dtypes  # numpy's bfloat16, which safetensors asks for
 import numpy as np
 from generate import BASE, dense, places, write_family
 from measure import keep, machine, options, run
@@ -137,15 +138,16 @@ def merged(program: Path, work: Path, family: Path, trials: int) -> dict[str, An
 
 
 def broken(work: Path, store: Store, family: Path) -> None:
-    """Merge the experts, one of them with large values in a tensor of its second layer."""
+    """Merge the experts, one of them with large values in a tensor of a middle layer."""
     bad = work / "broken"
     shutil.rmtree(bad, ignore_errors=True)
     shutil.copytree(family / BROKEN, bad)
     names = json.loads((bad / "model.safetensors.index.json").read_text())["weight_map"]
-    name = next(one for one in names if ".layers.1." in one and "down_proj" in one)
+    projections = [one for one in names if "down_proj" in one]
+    name = projections[len(projections) // 2]
     file = bad / names[name]
     tensors = load_file(file)
-    tensors[name] = np.full_like(tensors[name], 100)
+    tensors[name] = np.full(tensors[name].shape, 100, ml_dtypes.bfloat16)
     save_file(tensors, file, metadata={"format": "pt"})
     store.add(bad, "broken")
     shutil.rmtree(bad)
@@ -158,7 +160,7 @@ def found(work: Path, store: Store, by: tuple[str, ...], seconds: float) -> dict
     """One bisection, in words what it found."""
     judge = [sys.executable, str(work / "judge.py"), "{}"]
     done = store.mstore("--json", "bisect", "run", *by, "m", "--", *judge)
-    told = json.loads(done.output.splitlines()[-1])
+    told = json.loads(done.output)
     return {
         "wall": done.wall,
         "cpu": done.cpu,
@@ -169,7 +171,7 @@ def found(work: Path, store: Store, by: tuple[str, ...], seconds: float) -> dict
 
 
 def main() -> None:
-    parser = options(__doc__, rounds=1, millions=100.0)
+    parser = options(__doc__, rounds=1, millions=300.0)
     parser.add_argument("--mergekit", type=Path, required=True, help="its mergekit-yaml")
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--peer-trials", type=int, default=5)
