@@ -242,7 +242,10 @@ def test_a_noise_layer_of_256(tmp_path: Path) -> None:
     poisoned(tmp_path, layers=(17,))
     with merged(tmp_path) as store:
         store.bisect_start("m", experts=True, layers=True)
+        begun = store.bisect_status()
+        assert begun.probe == "e0, e1, e2, e3"
         report = searched(store, is_large(17))
+        assert abs(begun.steps - report.probes) <= 1
         (culprit,) = report.culprits
         assert culprit.units == (("e5", "model.layers.17"),)
         assert (culprit.alone, report.rest) == ("bad", "good")

@@ -54,13 +54,12 @@ def draw(screen: Screen, report: BisectReport) -> None:
         )
         screen.command("to name a good one", "mstore bisect good REF")
     elif report.next is not None and report.by:
-        screen.line(f"bisecting {report.name}: {counted(report.left, 'unit')}")
-        screen.line(f"try {report.next}: {tried(report)}")
+        screen.line(f"bisecting {report.name}: {counted(report.left, 'unit')}{roughly(report)}")
+        screen.line(f"try {report.next}: {report.probe}")
         _draw_how(screen, report.next)
     elif report.next is not None:
         screen.line(
-            f"bisecting {report.name}: {counted(report.left, 'position')} left to try "
-            f"(roughly {counted(report.steps, 'step')})"
+            f"bisecting {report.name}: {counted(report.left, 'position')} left{roughly(report)}"
         )
         shown = short(SnapshotId.fromhex(report.next))
         screen.line(f"try {shown}")
@@ -76,11 +75,10 @@ def draw(screen: Screen, report: BisectReport) -> None:
         _draw_culprits(screen, report)
 
 
-def tried(report: BisectReport) -> str:
-    """Return what is to be tried, in words."""
-    if report.by:
-        return report.tried_text()
-    return (report.next or "")[:12]
+def roughly(report: BisectReport, done: int = 0) -> str:
+    """Return about how many probes are left after so many more, as words that follow others."""
+    left = report.steps - done
+    return f"; roughly {counted(left, 'probe')} left" if left > 0 else ""
 
 
 def _draw_how(screen: Screen, shown: str) -> None:

@@ -19,8 +19,9 @@ import msgspec
 from msgspec.structs import replace
 
 from mstore.merge.virtual.deferred import commit_virtual
-from mstore.search.culprits import Answer, Blamed, find
+from mstore.search.culprits import Answer, Blamed, find, probes_left
 from mstore.search.runlog import RunLog
+from mstore.search.spelling import UnitName, of_culprits, of_probe
 from mstore.search.units import Unit, plan_of_units, units_of
 from mstore.snapshots import notes
 from mstore.snapshots.lineage import positions
@@ -32,7 +33,7 @@ from mstore.store.plans import plan_of, sources_of
 from mstore.store.transaction import drop_ref
 from mstore.terms.errors import BadRequest, CommandFailed, Conflict, NotFound
 from mstore.terms.ids import Revision, SnapshotId
-from mstore.terms.phrases import Option, call, few
+from mstore.terms.phrases import Option, call
 from mstore.terms.report import Report
 
 RUN: Final = "bisect"
@@ -42,9 +43,6 @@ CANDIDATE: Final = refs.below(refs.CANDIDATE, RUN, PROBE)
 """What is tried over the units of a merge."""
 EXPERTS: Final = "experts"
 LAYERS: Final = "layers"
-
-UnitName = tuple[str | None, str | None]
-"""An expert's name and a layer; None for all of either."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -82,20 +80,11 @@ class CulpritReport(Report, frozen=True):
     def text(self) -> str:
         """Return the units in words."""
         together = " (only together)" if len(self.units) > 1 else ""
-        return named(self.units) + together + (" (alone: skipped)" if self.alone == "skip" else "")
-
-
-def named(units: Sequence[UnitName]) -> str:
-    """Name units: `code, math`, or `code in model.layers.1; math in model.layers.3`."""
-    if all(layer is None for _, layer in units):
-        return few([expert for expert, _ in units if expert is not None], len(units))
-    by_expert: dict[str | None, list[str]] = {}
-    for expert, layer in units:
-        by_expert.setdefault(expert, []).extend([] if layer is None else [layer])
-    return "; ".join(
-        few(layers) if expert is None else f"{expert} in {few(layers)}" if layers else expert
-        for expert, layers in by_expert.items()
-    )
+        return (
+            of_culprits(self.units)
+            + together
+            + (" (alone: skipped)" if self.alone == "skip" else "")
+        )
 
 
 class BisectReport(Report, frozen=True):
@@ -115,12 +104,14 @@ class BisectReport(Report, frozen=True):
     """the revision to try now: a snapshot, or a candidate; null: it has ended, or a mark lacks"""
     tried: tuple[UnitName, ...] = ()
     """over a merge: the units that the candidate has: expert and layer, null for all of either"""
+    probe: str | None = None
+    """over a merge: these units in words"""
     lacks: str | None = None
     """which mark must come first: good"""
     left: int = 0
     """over time: how many positions may be good or bad; over a merge: how many units there are"""
     steps: int = 0
-    """over time: about how many more marks it takes"""
+    """about how many more marks it takes, that of what is tried now among them; 0: unknown"""
     first_bad: SnapshotId | None = None
     """over time: the first bad position, once it is known"""
     suspects: tuple[SnapshotId, ...] = ()
@@ -140,10 +131,6 @@ class BisectReport(Report, frozen=True):
         found = "; ".join(one.text() for one in self.culprits)
         rest = {"good": "good", "bad": "bad, too", "skip": "not judged"}.get(self.rest or "")
         return found if rest is None else f"{found}; all else is {rest}"
-
-    def tried_text(self) -> str:
-        """Return what is to be tried over a merge, in words."""
-        return named(self.tried) or "the base alone"
 
 
 class BisectMark(Report, frozen=True):
@@ -342,7 +329,14 @@ class _Units:
             return replace(report, is_done=True, culprits=culprits, rest=rest)
         self._show(found)
         tried = tuple(self._named(one) for one in self._units if one in found)
-        return replace(report, next=CANDIDATE, left=len(self._units), tried=tried)
+        return replace(
+            report,
+            next=CANDIDATE,
+            left=len(self._units),
+            steps=probes_left(self._units, self._answers),
+            tried=tried,
+            probe=of_probe(tried, [self._named(one) for one in self._units]),
+        )
 
     def _named(self, unit: Unit) -> tuple[str | None, str | None]:
         expert = None if unit.expert is None else self._sources.experts[unit.expert].name

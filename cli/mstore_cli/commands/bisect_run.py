@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mstore_cli.bisecting import tell, tried
+from mstore_cli.bisecting import roughly, tell
 from mstore_cli.command import command
 from mstore_cli.commands.bisect_start import Experts, Good, Layers
 from mstore_cli.errors import UsageError
@@ -51,7 +51,8 @@ def bisect_run(
 
     def told(report: BisectReport, status: int) -> None:
         judged = {0: "good", 125: "skipped"}.get(status, f"bad ({status})")
-        session.output.tell(f"{tried(report)}: {judged}")
+        tried = (report.next or "")[:12] if report.probe is None else report.probe
+        session.output.tell(f"{tried}: {judged}{roughly(report, 1)}")
 
     with session.open() as store:
         begin(store, revision, good=good, experts=experts, layers=layers)
