@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from mstore.merge.virtual.deferred import commit_virtual
+from mstore.search.changes import changes, what
 from mstore.search.culprits import Answer, Blamed, find, probes_left
 from mstore.search.runlog import RunLog
 from mstore.search.spelling import UnitName, of_culprits, of_probe
@@ -29,6 +30,7 @@ from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.note import VALUE
 from mstore.store.objects.plan import Plan
+from mstore.store.objects.snapshot import MERGE
 from mstore.store.plans import plan_of, sources_of
 from mstore.store.transaction import drop_ref
 from mstore.terms.errors import BadRequest, CommandFailed, Conflict, NotFound
@@ -114,6 +116,14 @@ class BisectReport(Report, frozen=True):
     """about how many more marks it takes, that of what is tried now among them; 0: unknown"""
     first_bad: SnapshotId | None = None
     """over time: the first bad position, once it is known"""
+    before: SnapshotId | None = None
+    """over time: the position before it"""
+    is_merge: bool = False
+    """over time: whether it is a merge, whose experts and layers can be bisected"""
+    what: str | None = None
+    """over time: what it is, by how it was made"""
+    changes: tuple[str, ...] = ()
+    """over time: what is not as before in how it was made, in words"""
     suspects: tuple[SnapshotId, ...] = ()
     """over time: if only skipped positions are left, those that may be the first bad one"""
     culprits: tuple[CulpritReport, ...] = ()
@@ -240,9 +250,19 @@ class _Positions:
         suspects = suspects_of(len(self._positions), self._answers)
         tried = next_of(suspects, self._answers)
         named = tuple(self._positions[at] for at in suspects)
+        if tried is None and len(named) > 1:
+            return replace(report, is_done=True, suspects=named)
         if tried is None:
-            first = named[0] if len(named) == 1 else None
-            return replace(report, is_done=True, first_bad=first, suspects=() if first else named)
+            first, before = named[0], self._positions[suspects[0] - 1]
+            return replace(
+                report,
+                is_done=True,
+                first_bad=first,
+                before=before,
+                is_merge=self._catalog.snapshot(first).made == MERGE,
+                what=what(self._catalog, first),
+                changes=changes(self._catalog, before, first),
+            )
         left = len(suspects) - 1
         return replace(
             report,

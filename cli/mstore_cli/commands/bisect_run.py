@@ -64,7 +64,7 @@ def bisect_run(
             tell=told,
         )
         session.settled()
-    tell(session, report)
+    tell(session, report, words)
 
 
 def begin(
