@@ -22,6 +22,7 @@ from mstore.api.reports import BisectReport
 from mstore.search.bisect import CANDIDATE, BisectStopped, next_of, suspects_of
 from mstore.search.culprits import Answer
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, NotFound
+from mstore_cli.spelling import Typed
 
 EXPERTS = 8
 COUNTER = """
@@ -149,9 +150,8 @@ def test_statuses_that_stop(
 ) -> None:
     """128 and more stop, and so do 126 and 127 if what is good gives the same; marks stay."""
     with Store.open(grown / "store") as store:
-        store.bisect_start("m", good=["m~19"])
         with pytest.raises(BisectStopped):
-            store.bisect_run(command(tmp_path, *statuses))
+            store.bisect_run("m", command(tmp_path, *statuses), good=["m~19"])
         assert (tmp_path / "tried").read_text() == "x" * runs
         assert store.bisect_status().probes == 1 + (statuses[0] == 0)
         store.bisect_reset()
@@ -161,15 +161,40 @@ def test_statuses_that_answer(grown: Path, tmp_path: Path) -> None:
     """A first 127 counts as bad if what is good gives another; 1 is bad, 125 skips, 0 is good."""
     with Store.open(grown / "store") as store:
         told: list[int] = []
-        store.bisect_start("m", good=["m~19"])
         report = store.bisect_run(
-            command(tmp_path, 127, 0, 1, 125, 0), tell=lambda _, status: told.append(status)
+            "m",
+            command(tmp_path, 127, 0, 1, 125, 0),
+            good=["m~19"],
+            tell=lambda _, status: told.append(status),
         )
         assert told[:4] == [127, 1, 125, 0]
         assert report.is_done
         assert [mark.answer for mark in store.bisect_log().marks][:5] == [
             *("good", "bad", "bad", "skip", "good")
         ]
+        store.bisect_reset()
+
+
+def test_the_same_call_goes_on(grown: Path, tmp_path: Path) -> None:
+    """`bisect_run` goes on where it stopped, with no mark twice; another bisection is refused, and
+    without what is good the hint says which option names it, and what lists the positions."""
+    with Store.open(grown / "store") as store:
+        with pytest.raises(BadRequest, match="no earlier position is known to be good") as refused:
+            store.bisect_run("m", ["true", "{}"])
+        hint = refused.value.told(Typed()).hint
+        assert hint == "--good REF names one; mstore log m lists those there are"
+        with pytest.raises(BisectStopped):
+            store.bisect_run("m", command(tmp_path, 1, 0, 255), good=["m~19"])
+        marks = store.bisect_log().marks
+        assert [one.answer for one in marks] == ["good", "bad", "good"]
+        with pytest.raises(Conflict, match="another bisection goes on, of m"):
+            store.bisect_run("m~1", ["true", "{}"], good=["m~19"])
+        with pytest.raises(Conflict, match="another bisection goes on, of m"):
+            store.bisect_run("m", ["true", "{}"], experts=True)
+        report = store.bisect_run("m", ["false", "{}"], good=["m~19"])
+        assert report.is_done
+        assert store.bisect_log().marks[:3] == marks
+        assert [one.answer for one in store.bisect_log().marks].count("good") == 2
         store.bisect_reset()
 
 
@@ -296,9 +321,8 @@ def test_nothing_is_to_blame(tmp_path: Path) -> None:
         request = MergeRequest(base="base", experts=[("e0", 0.5)], method="task_arithmetic")
         store.merge(store.plan(request).plan, name="m")
         store.bisect_reset()
-        store.bisect_start("m", good=["m~1"])
         with pytest.raises(BadRequest, match="no position is bad"):
-            store.bisect_run(["true", "{}"])
+            store.bisect_run("m", ["true", "{}"], good=["m~1"])
 
 
 def test_the_finest_finding_counts(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def draw(screen: Screen, report: BisectReport, words: Sequence[str] = ()) -> Non
         screen.line(
             f"{counted(report.left, 'earlier position')} of {report.name}; none is good yet"
         )
+        screen.command("which there are", f"mstore log {report.name}")
         screen.command("to name a good one", "mstore bisect good REF")
     elif report.next is not None and report.by:
         screen.line(f"bisecting {report.name}: {counted(report.left, 'unit')}{roughly(report)}")

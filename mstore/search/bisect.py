@@ -35,7 +35,7 @@ from mstore.store.plans import plan_of, sources_of
 from mstore.store.transaction import drop_ref
 from mstore.terms.errors import BadRequest, CommandFailed, Conflict, NotFound
 from mstore.terms.ids import Revision, SnapshotId
-from mstore.terms.phrases import Option, call
+from mstore.terms.phrases import Option, call, phrase
 from mstore.terms.report import Report
 
 RUN: Final = "bisect"
@@ -380,6 +380,11 @@ class _Units:
 # -- both -------------------------------------------------------------------------------------
 
 
+def _require_no_good(good: Sequence[Revision], by: Sequence[str]) -> None:
+    if by and good:
+        raise BadRequest("over a merge, the base is what is good", where=Option("good"))
+
+
 class Bisection:
     """The bisection of a store that goes on.
 
@@ -399,17 +404,45 @@ class Bisection:
 
         Raises Conflict (one goes on already), NotFound, BadRequest.
         """
-        if self._log.read() is not None and not self.status().is_done:
+        if self._going() is not None:
             raise Conflict("a bisection goes on already", hint=call("bisect_reset"))
         snapshot = self._catalog.resolve(revision)
         start = Start(snapshot.hex(), str(revision), tuple(sorted(by)))
         subject = self._subject(start, [])
-        if by and good:
-            raise BadRequest("over a merge, the base is what is good", where=Option("good"))
+        _require_no_good(good, by)
         marks = [subject.mark(Answer.GOOD, one) for one in good]
         told = self._told(subject, start, marks)
         self._log.write(start, marks)
         return told
+
+    def go_on(
+        self, revision: Revision, *, good: Sequence[Revision] = (), by: Sequence[str] = ()
+    ) -> BisectReport:
+        """Begin one, or go on with it: then `good` are marked that were not.
+
+        Arguments as for `begin`.  Raises Conflict if another one goes on, NotFound, BadRequest.
+        """
+        going = self._going()
+        if going is None:
+            return self.begin(revision, good=good, by=by)
+        _require_no_good(good, by)
+        start, marks = going
+        snapshot = self._catalog.resolve(revision).hex()
+        if (snapshot, tuple(sorted(by))) != (start.snapshot, start.by):
+            what = f" by {' and '.join(start.by)}" if start.by else ""
+            raise Conflict(
+                f"another bisection goes on, of {start.name}{what}", hint=call("bisect_reset")
+            )
+        marked = {one.snapshot for one in marks if one.answer is Answer.GOOD}
+        for one in good:
+            if self._catalog.resolve(one).hex() not in marked:
+                self.mark(Answer.GOOD, one)
+        return self.status()
+
+    def _going(self) -> tuple[Start, list[Mark]] | None:
+        """Return what goes on, and its marks; None if nothing does, or what did has ended."""
+        found = self._log.read()
+        return None if found is None or self.status().is_done else found
 
     def mark(self, answer: Answer, revision: Revision | None = None) -> BisectReport:
         """Say what a revision is, or what is tried now.
@@ -433,9 +466,15 @@ class Bisection:
         return self._told(self._subject(start, marks), start, marks)
 
     def run(
-        self, try_: Callable[[SnapshotId], int], tell: Callable[[BisectReport, int], None]
+        self,
+        revision: Revision,
+        try_: Callable[[SnapshotId], int],
+        tell: Callable[[BisectReport, int], None],
+        *,
+        good: Sequence[Revision] = (),
+        by: Sequence[str] = (),
     ) -> BisectReport:
-        """Try what is to be tried until the end.
+        """Begin one, or go on with it (`go_on`), and try what is to be tried until the end.
 
         try_: runs a command on a snapshot and returns its exit status: 0 is good, 125 cannot be
         judged, others to 127 are bad. tell: is called with the report of what was tried, and the
@@ -446,18 +485,18 @@ class Bisection:
         goes on with it.
         """
         with self._log.held():
-            told = self.status()
+            told = self.go_on(revision, good=good, by=by)
             is_first = True
             while told.next is not None:
                 snapshot = self._catalog.resolve(told.next)
                 status = try_(snapshot)
                 if is_first and status in (126, 127):
                     start, marks = self._read()
-                    good = self._subject(start, marks).good()
-                    if try_(good) == status:
+                    known = self._subject(start, marks).good()
+                    if try_(known) == status:
                         raise BisectStopped(
                             f"the command ends with {status} on what is good, too",
-                            where=good.short,
+                            where=known.short,
                         )
                 is_first = False
                 if not 0 <= status < 128:
@@ -475,7 +514,13 @@ class Bisection:
                 )
             if told.lacks is not None:
                 raise BadRequest(
-                    "no snapshot is marked as good yet", hint=call("bisect_mark", "good", "REF")
+                    "no earlier position is known to be good",
+                    where=told.name,
+                    hint=phrase(
+                        "{good} names one; {log} lists those there are",
+                        good=Option("good", ("REF",)),
+                        log=call("log", told.name),
+                    ),
                 )
         return told
 
