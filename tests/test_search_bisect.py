@@ -23,6 +23,8 @@ from mstore.search.bisect import CANDIDATE, BisectStopped, next_of, suspects_of
 from mstore.search.culprits import Answer
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, NotFound
 from mstore_cli.spelling import Typed
+from mstore_pages import gather
+from mstore_pages import report as report_page
 
 EXPERTS = 8
 COUNTER = """
@@ -326,7 +328,8 @@ def test_nothing_is_to_blame(tmp_path: Path) -> None:
 
 
 def test_the_finest_finding_counts(tmp_path: Path) -> None:
-    """What a coarser search finds later does not hide the layer of an expert."""
+    """What a coarser search finds later does not hide the layer of an expert; the report page
+    begins with it, and its notes are words."""
     poisoned(tmp_path, layers=(3,))
     with merged(tmp_path) as store:
         for experts, layers in ((True, True), (True, False), (False, True)):
@@ -335,6 +338,11 @@ def test_the_finest_finding_counts(tmp_path: Path) -> None:
         told = "e5 in model.layers.3; all else is good"
         assert store.blame("m").culprit == told
         assert [row.culprit for row in store.metrics("m")] == [told]
+        page = report_page.snapshot_page(gather.snapshot_summary(store, "m", measure=False))
+        first = f'<p class="verdict"><span class="flag">A bisection found to blame: {told}.</span>'
+        assert first in page
+        assert "<td>e5; all else is good</td>" in page.replace(' class="wide"', "")
+        assert page.count(f"to blame: {told}") == 1
 
 
 def test_what_cannot_be_bisected(tmp_path: Path) -> None:
