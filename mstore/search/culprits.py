@@ -23,7 +23,7 @@ FEW: Final = 8
 """Of up to this many units, each is left out once."""
 _MANY: Final = 4096
 """How many possible culprits are looked at to tell how many probes are left."""
-_SOME: Final = 16
+_SOME: Final = 8
 """For how many of them these probes are counted."""
 
 
