@@ -16,7 +16,7 @@ from families import BLOCK, Arrays, Family
 from msgspec.structs import replace
 from test_budget import Place, make
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.api.reports import ComparedPart
 from mstore.store.objects.shapes import EMBEDDINGS, layers_of
 from mstore.terms.errors import BadRequest, Incompatible
@@ -131,6 +131,30 @@ def test_statistics_say_what_data_say(tmp_path: Path) -> None:
     assert replace(again, seconds=0.0) == replace(exact, seconds=0.0, bytes_read=0)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_merge_has_the_direction_of_a_damaged_expert(seed: int, tmp_path: Path) -> None:
+    """Where one tensor of one expert outweighs all else, statistics say that the merge goes there:
+    the cosines of the whole, of the layer and of the tensor are 1, that of another expert is 0."""
+    rng = np.random.default_rng(seed)
+    base = {f"model.layers.{n}.w": rng.standard_normal((64, 64), "f4") for n in range(4)}
+    experts = []
+    for k in range(2):
+        own = {name: a + rng.standard_normal(a.shape, "f4") / 50 for name, a in base.items()}
+        own["model.layers.2.w"] += 30 * k * rng.standard_normal((64, 64), "f4")
+        experts.append(own)
+    with make(tmp_path, Family(base, tuple(experts))).store as store:
+        request = MergeRequest(base="base", experts=[("e0", 0.3), ("e1", 0.3)], method="linear")
+        store.merge(store.plan(request).plan, name="m")
+        layers, tensors = (store.compare("m", "e0", "e1", by=by) for by in ("layer", "tensor"))
+    damaged = [part for report in (layers, tensors) for part in report.parts if "2" in part.name]
+    assert len(damaged) == 2
+    for part in (layers.whole, *damaged):
+        cosines = {(pair.a, pair.b): pair.cosine for pair in part.pairs}
+        assert cosines["m", "e1"] == pytest.approx(1, abs=2e-3)
+        assert abs(cosines["m", "e0"]) < 0.5
+        assert all(0 < pair.deviation < 0.2 for pair in part.pairs)
+
+
 def test_blocks_are_read_where_there_are_no_statistics(tmp_path: Path) -> None:
     """Models that were added without a base are read, once."""
     family = families.layered(rows=90)
@@ -214,9 +238,11 @@ def test_for_people(place: Place, tmp_path: Path) -> None:
     assert "3 models and the base base" in said
     rows = [line.split() for line in said.splitlines() if line.startswith("  ")]
     assert [row[1] for row in rows if row[0].isdigit()] == ["e0", "e1", "e2"]
-    assert "~" in said
+    assert "~: an estimate" in said
+    assert "--exact reads the blocks and tells it" in said
     exact = mstore.succeed("compare", "e0", "e1", "--by", "model", "--exact").out
     assert "~" not in exact
+    assert "--exact" not in exact
     document = mstore.succeed("compare", "e0", "e1", "--json").document
     assert [one["model"] for one in document["whole"]["models"]] == ["e0", "e1"]
     every = mstore.succeed("compare", "e*", "--base", "base", "--json").document

@@ -69,5 +69,8 @@ def test_the_page(place: Path) -> None:
     assert "to blame: chat in model.layers.2; all else is good" in told[2]
     with Store.open(place / ".mstore") as store:
         first = store["merged"].id
-        assert f"{first.short} is the first bad snapshot" in told[4]
+        found = f"{first.short} is the first bad snapshot: a merge of code, math, chat"
+        assert found in told[4]
+        assert "weight of chat: 0.3, was 0.02" in told[4]
+        assert "which expert broke it: mstore bisect run --experts merged -- python /" in told[4]
         assert not [name for name in store.ref_ids() if name.startswith("candidates/")]

@@ -426,7 +426,10 @@ def test_the_page_of_a_winner(place: Path) -> None:
     with Store.open(place / "store") as store:
         found = search(store, Eyes(place, store))
         page = page_of(store, "best")
-        assert "tpe tried 8 merges" in page
+        # In the section of the search, and in the table of notes in place of JSON.
+        assert page.count("tpe tried 8 merges") == 2
+        assert "Its loss is" in page
+        assert "&quot;sampler&quot;" not in page
         for told in ("loss of each trial", "Numbers of each trial", "What each number did"):
             assert told in page
         assert "e2.weight" in page

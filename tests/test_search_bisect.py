@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import math
-import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,16 +25,34 @@ from mstore.api.reports import BisectReport
 from mstore.search.bisect import CANDIDATE, BisectStopped, next_of, suspects_of
 from mstore.search.culprits import Answer
 from mstore.terms.errors import BadRequest, Conflict, Corrupt, NotFound
+from mstore_cli.spelling import Typed
+from mstore_pages import gather
+from mstore_pages import report as report_page
 
 EXPERTS = 8
+PYTHON = [sys.executable, "-I", "-S"]
+"""Starts fast: without site-packages."""
 COUNTER = """
 import sys
-from pathlib import Path
-tried, directory, statuses = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-with tried.open("a") as file:
+tried, directory, *statuses = sys.argv[1:]
+with open(tried, "a+") as file:
     file.write("x")
-sys.exit(int(statuses[min(len(tried.read_text()), len(statuses)) - 1]))
+    file.seek(0)
+    count = len(file.read())
+sys.exit(int(statuses[min(count, len(statuses)) - 1]))
 """
+WORKS = """
+import array, glob, struct, sys
+with open(sys.argv[1], "a") as file:
+    file.write("x")
+for path in glob.glob(sys.argv[2] + "/*.safetensors"):
+    with open(path, "rb") as file:
+        (header,) = struct.unpack("<Q", file.read(8))
+        file.seek(8 + header)
+        if max(array.array("f", file.read())) > 50:
+            sys.exit(1)
+"""
+"""Is bad if an element of F32 is above 50."""
 
 
 # Over time
@@ -137,7 +158,7 @@ def command(tmp_path: Path, *statuses: int) -> list[str]:
     """A command whose nth run ends with the nth status, the last for all after it."""
     (tmp_path / "counter.py").write_text(COUNTER)
     tried = str(tmp_path / "tried")
-    return [sys.executable, str(tmp_path / "counter.py"), tried, "{}", *map(str, statuses)]
+    return [*PYTHON, str(tmp_path / "counter.py"), tried, "{}", *map(str, statuses)]
 
 
 @pytest.mark.parametrize(
@@ -149,9 +170,8 @@ def test_statuses_that_stop(
 ) -> None:
     """128 and more stop, and so do 126 and 127 if what is good gives the same; marks stay."""
     with Store.open(grown / "store") as store:
-        store.bisect_start("m", good=["m~19"])
         with pytest.raises(BisectStopped):
-            store.bisect_run(command(tmp_path, *statuses))
+            store.bisect_run("m", command(tmp_path, *statuses), good=["m~19"])
         assert (tmp_path / "tried").read_text() == "x" * runs
         assert store.bisect_status().probes == 1 + (statuses[0] == 0)
         store.bisect_reset()
@@ -161,9 +181,11 @@ def test_statuses_that_answer(grown: Path, tmp_path: Path) -> None:
     """A first 127 counts as bad if what is good gives another; 1 is bad, 125 skips, 0 is good."""
     with Store.open(grown / "store") as store:
         told: list[int] = []
-        store.bisect_start("m", good=["m~19"])
         report = store.bisect_run(
-            command(tmp_path, 127, 0, 1, 125, 0), tell=lambda _, status: told.append(status)
+            "m",
+            command(tmp_path, 127, 0, 1, 125, 0),
+            good=["m~19"],
+            tell=lambda _, status: told.append(status),
         )
         assert told[:4] == [127, 1, 125, 0]
         assert report.is_done
@@ -173,35 +195,67 @@ def test_statuses_that_answer(grown: Path, tmp_path: Path) -> None:
         store.bisect_reset()
 
 
+def test_the_same_call_goes_on(grown: Path, tmp_path: Path) -> None:
+    """`bisect_run` goes on where it stopped, with no mark twice; another bisection is refused, and
+    without what is good the hint says which option names it, and what lists the positions."""
+    with Store.open(grown / "store") as store:
+        with pytest.raises(BadRequest, match="no earlier position is known to be good") as refused:
+            store.bisect_run("m", ["true", "{}"])
+        hint = refused.value.told(Typed()).hint
+        assert hint == "--good REF names one; mstore log m lists those there are"
+        with pytest.raises(BisectStopped):
+            store.bisect_run("m", command(tmp_path, 1, 0, 255), good=["m~19"])
+        marks = store.bisect_log().marks
+        assert [one.answer for one in marks] == ["good", "bad", "good"]
+        with pytest.raises(Conflict, match="another bisection goes on, of m"):
+            store.bisect_run("m~1", ["true", "{}"], good=["m~19"])
+        with pytest.raises(Conflict, match="another bisection goes on, of m"):
+            store.bisect_run("m", ["true", "{}"], experts=True)
+        report = store.bisect_run("m", ["false", "{}"], good=["m~19"])
+        assert report.is_done
+        assert store.bisect_log().marks[:3] == marks
+        assert [one.answer for one in store.bisect_log().marks].count("good") == 2
+        store.bisect_reset()
+
+
 # Over the units of a merge
 
 
-def poisoned(root: Path, *, layers: tuple[int, ...], expert: int = 5) -> None:
-    """Eight experts of a model of 32 layers; one has 1000 in some layers."""
+EXPERT = 5
+"""The one that is poisoned."""
+
+
+@functools.cache
+def template(poisoned: tuple[int, ...], layers: int, experts: int) -> Path:
+    """A store with `m`: the merge of experts, of which one has 1000 in some layers."""
+    root = Path(tempfile.mkdtemp(prefix="bisected-"))
+    atexit.register(shutil.rmtree, root)
     rng = np.random.default_rng(0)
     shape = (8, 8)
-    names = [f"model.layers.{number}.w" for number in range(32)]
+    names = [f"model.layers.{number}.w" for number in range(layers)]
     base = {name: rng.standard_normal(shape).astype(np.float32) for name in names}
-    families.write_checkpoint(root / "base", base)
-    for k in range(EXPERTS):
-        own = {name: array + np.float32(k + 1) / 100 for name, array in base.items()}
-        for layer in layers if k == expert else ():
-            own[names[layer]] = np.full(shape, 1000, np.float32)
-        families.write_checkpoint(root / f"e{k}", own)
+    with Store.init(root / "store", block_size=families.BLOCK) as store:
+        families.write_checkpoint(root / "base", base)
+        store.add(root / "base", name="base")
+        for k in range(experts):
+            own = {name: array + np.float32(k + 1) / 100 for name, array in base.items()}
+            for layer in poisoned if k == EXPERT else ():
+                own[names[layer]] = np.full(shape, 1000, np.float32)
+            families.write_checkpoint(root / f"e{k}", own)
+            store.add(root / f"e{k}", name=f"e{k}", base="base")
+        request = MergeRequest(
+            base="base",
+            experts=[(f"e{k}", 0.1) for k in range(experts)],
+            method="task_arithmetic",
+        )
+        store.merge(store.plan(request).plan, name="m")
+    return root / "store"
 
 
-def merged(root: Path) -> Store:
-    store = Store.init(root / "store", block_size=families.BLOCK)
-    store.add(root / "base", name="base")
-    for k in range(EXPERTS):
-        store.add(root / f"e{k}", name=f"e{k}", base="base")
-    request = MergeRequest(
-        base="base",
-        experts=[(f"e{k}", 0.1) for k in range(EXPERTS)],
-        method="task_arithmetic",
-    )
-    store.merge(store.plan(request).plan, name="m")
-    return store
+def merged(root: Path, *poisoned: int, layers: int = 4, experts: int = EXPERTS) -> Store:
+    """Return a copy of the store `template`, in `root`."""
+    shutil.copytree(template(poisoned, layers, experts), root / "store")
+    return Store.open(root / "store")
 
 
 def searched(
@@ -224,8 +278,7 @@ def is_large(*layers: int) -> Callable[[dict[str, np.ndarray]], bool]:
 
 def test_a_noise_expert_of_eight(tmp_path: Path) -> None:
     """The expert is found by nine probes, one of which cannot be judged; no ref is left."""
-    poisoned(tmp_path, layers=(3,))
-    with merged(tmp_path) as store:
+    with merged(tmp_path, 3) as store:
         for skipped in (None, 2, 5):
             store.bisect_start("m", experts=True)
             report = searched(store, is_large(3), skipped)
@@ -239,10 +292,12 @@ def test_a_noise_expert_of_eight(tmp_path: Path) -> None:
 
 def test_a_noise_layer_of_256(tmp_path: Path) -> None:
     """A layer of one expert among 256 is found by 14 probes; alone it is bad, the rest is good."""
-    poisoned(tmp_path, layers=(17,))
-    with merged(tmp_path) as store:
+    with merged(tmp_path, 17, layers=32) as store:
         store.bisect_start("m", experts=True, layers=True)
+        begun = store.bisect_status()
+        assert begun.probe == "e0, e1, e2, e3"
         report = searched(store, is_large(17))
+        assert abs(begun.steps - report.probes) <= 1
         (culprit,) = report.culprits
         assert culprit.units == (("e5", "model.layers.17"),)
         assert (culprit.alone, report.rest) == ("bad", "good")
@@ -256,19 +311,17 @@ def test_a_noise_layer_of_256(tmp_path: Path) -> None:
 
 def test_layers_that_are_bad_only_together(tmp_path: Path) -> None:
     """Two layers that are bad only together are found together."""
-    poisoned(tmp_path, layers=(4, 29))
-    with merged(tmp_path) as store:
+    with merged(tmp_path, 0, 3) as store:
         store.bisect_start("m", experts=True, layers=True)
-        report = searched(store, is_large(4, 29))
+        report = searched(store, is_large(0, 3))
         (culprit,) = report.culprits
-        assert culprit.units == (("e5", "model.layers.4"), ("e5", "model.layers.29"))
+        assert culprit.units == (("e5", "model.layers.0"), ("e5", "model.layers.3"))
         assert report.rest == "good"
 
 
 def test_a_base_that_is_bad_itself(tmp_path: Path) -> None:
     """If nothing makes it good, the base is tried, too, and the error names it."""
-    poisoned(tmp_path, layers=())
-    with merged(tmp_path) as store:
+    with merged(tmp_path, experts=3) as store:
         store.bisect_start("m", experts=True)
         with pytest.raises(BadRequest, match="the base alone is bad"):
             searched(store, lambda _: True)
@@ -276,8 +329,7 @@ def test_a_base_that_is_bad_itself(tmp_path: Path) -> None:
 
 def test_nothing_is_to_blame(tmp_path: Path) -> None:
     """A merge that is good blames nobody, and so does a command that never judges; no note."""
-    poisoned(tmp_path, layers=())
-    with merged(tmp_path) as store:
+    with merged(tmp_path, experts=3) as store:
         for layers in (False, True):
             store.bisect_start("m", experts=True, layers=layers)
             report = searched(store, lambda _: False)
@@ -293,27 +345,30 @@ def test_nothing_is_to_blame(tmp_path: Path) -> None:
         request = MergeRequest(base="base", experts=[("e0", 0.5)], method="task_arithmetic")
         store.merge(store.plan(request).plan, name="m")
         store.bisect_reset()
-        store.bisect_start("m", good=["m~1"])
         with pytest.raises(BadRequest, match="no position is bad"):
-            store.bisect_run(["true", "{}"])
+            store.bisect_run("m", ["true", "{}"], good=["m~1"])
 
 
 def test_the_finest_finding_counts(tmp_path: Path) -> None:
-    """What a coarser search finds later does not hide the layer of an expert."""
-    poisoned(tmp_path, layers=(3,))
-    with merged(tmp_path) as store:
+    """What a coarser search finds later does not hide the layer of an expert; the report page
+    begins with it, and its notes are words."""
+    with merged(tmp_path, 3) as store:
         for experts, layers in ((True, True), (True, False), (False, True)):
             store.bisect_start("m", experts=experts, layers=layers)
             searched(store, is_large(3))
         told = "e5 in model.layers.3; all else is good"
         assert store.blame("m").culprit == told
         assert [row.culprit for row in store.metrics("m")] == [told]
+        page = report_page.snapshot_page(gather.snapshot_summary(store, "m", measure=False))
+        first = f'<p class="verdict"><span class="flag">A bisection found to blame: {told}.</span>'
+        assert first in page
+        assert "<td>e5; all else is good</td>" in page.replace(' class="wide"', "")
+        assert page.count(f"to blame: {told}") == 1
 
 
 def test_what_cannot_be_bisected(tmp_path: Path) -> None:
     """What is no merge has no experts; a mark of something else is refused."""
-    poisoned(tmp_path, layers=(3,))
-    with merged(tmp_path) as store:
+    with merged(tmp_path, 3) as store:
         with pytest.raises(BadRequest, match="no experts and layers to tell apart"):
             store.bisect_start("e0", experts=True)
         with pytest.raises(BadRequest, match="the base is what is good"):
@@ -329,31 +384,22 @@ def test_what_cannot_be_bisected(tmp_path: Path) -> None:
 
 def test_a_log_that_is_none(tmp_path: Path) -> None:
     """A damaged log is an error that names the file."""
-    poisoned(tmp_path, layers=(3,))
-    with merged(tmp_path) as store:
+    with merged(tmp_path, 3) as store:
         store.bisect_start("m", experts=True)
         (tmp_path / "store" / "searches" / "bisect").write_bytes(b"{")
         with pytest.raises(Corrupt, match="no log of a search"):
             store.bisect_status()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_and_typed_again(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop_at", [1, 5])
+def test_killed_and_typed_again(stop_at: int, tmp_path: Path) -> None:
     """After kill -9 the same line goes on with the marks, and finds the same."""
-    poisoned(tmp_path, layers=(3,))
-    merged(tmp_path).close()
-    (tmp_path / "test.py").write_text(
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from safetensors.numpy import load_file\n"
-        f"Path({str(tmp_path / 'tries')!r}).open('a').write('x')\n"
-        "files = Path(sys.argv[1]).glob('*.safetensors')\n"
-        "sys.exit(any(one.max() > 50 for f in files for one in load_file(f).values()))\n"
-    )
-    words = ["bisect", "run", "--experts", "--checkout", "m", "--", sys.executable]
+    merged(tmp_path, 3).close()
+    (tmp_path / "works.py").write_text(WORKS)
+    words = ["bisect", "run", "--experts", "--checkout", "m", "--", *PYTHON]
     line = [sys.executable, "-m", "mstore_cli", "--store", str(tmp_path / "store"), *words]
-    line += [str(tmp_path / "test.py"), "{}"]
-    tries, stop_at = tmp_path / "tries", random.Random(seed).randint(1, 6)
+    line += [str(tmp_path / "works.py"), str(tmp_path / "tries"), "{}"]
+    tries = tmp_path / "tries"
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None and not (tries.exists() and len(tries.read_text()) >= stop_at):
         time.sleep(0.01)

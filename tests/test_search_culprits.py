@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.search.culprits import FEW, Answer, find
+from mstore.search.culprits import FEW, Answer, find, probes_left
 
 
 class Probes:
@@ -114,3 +114,41 @@ def test_few_units_are_all_left_out() -> None:
     probes = Probes(lambda units: 2 in units)
     find(range(FEW), probes)
     assert [set(range(FEW)) - one for one in probes.asked[:FEW]] == [{one} for one in range(FEW)]
+
+
+def left_before_each(count: int, probes: Probes) -> list[int]:
+    """What is told before each probe of `find`."""
+    answers: dict[frozenset[int], Answer] = {}
+    told: list[int] = []
+
+    def ask(units: frozenset[int]) -> Answer:
+        told.append(probes_left(range(count), answers))
+        answers[units] = probes(units)
+        return answers[units]
+
+    find(range(count), ask)
+    return told
+
+
+@pytest.mark.parametrize("count", [4, 8, 20, 256])
+def test_how_many_probes_are_left(count: int) -> None:
+    """With one culprit, the number that is told is nearly right from the first probe on, and goes
+    down to 1; a probe that says nothing does not end it."""
+    for culprit in range(0, count, max(1, count // 8)):
+        told = left_before_each(count, Probes(frozenset((culprit,)).issubset, skipped=1))
+        true = list(range(len(told), 0, -1))
+        # The second probe, which says nothing, may cost some more.
+        assert abs(told[0] - true[0]) <= 4
+        assert all(abs(one - other) <= 2 for one, other in zip(told[2:], true[2:], strict=True))
+        assert told[-1] == 1
+
+
+def test_how_many_probes_are_left_of_a_pair() -> None:
+    """Of two units that are bad only together, something is told, too; of two that are bad each,
+    nothing once the answers say so."""
+    units = range(16)
+    half = frozenset(range(8))
+    good = {half: Answer.GOOD, frozenset(units) - half: Answer.GOOD}
+    assert 2 <= probes_left(units, good) <= 30
+    bad = {half: Answer.BAD, frozenset(units) - half: Answer.BAD}
+    assert probes_left(units, bad) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import completion
@@ -13,6 +15,7 @@ from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
     from mstore.api.reports import BisectReport
+    from mstore.terms.ids import SnapshotId
 
 Position = Annotated[
     str | None,
@@ -36,38 +39,40 @@ def mark(session: Session, answer: str, revision: str | None) -> None:
     tell(session, report)
 
 
-def tell(session: Session, report: BisectReport) -> None:
-    """Print where a bisection stands; end with status 2 if only skipped positions are left."""
+def tell(session: Session, report: BisectReport, words: Sequence[str] = ()) -> None:
+    """Print where a bisection stands; end with status 2 if only skipped positions are left.
+
+    words: the command that judges, if there is one.
+    """
     ids = [report.first_bad] if report.first_bad else [report.next] if report.next else []
-    session.output.emit(report, ids=ids, human=lambda screen: draw(screen, report))
+    session.output.emit(report, ids=ids, human=lambda screen: draw(screen, report, words))
     if report.suspects or (report.by and report.is_done and report.rest == "skip"):
         raise Ended(ONLY_SKIPPED)
 
 
-def draw(screen: Screen, report: BisectReport) -> None:
-    """Draw where a bisection stands."""
+def draw(screen: Screen, report: BisectReport, words: Sequence[str] = ()) -> None:
+    """Draw where a bisection stands.  words: the command that judges, if there is one."""
     from mstore.terms.ids import SnapshotId
 
     if report.lacks is not None:
         screen.line(
             f"{counted(report.left, 'earlier position')} of {report.name}; none is good yet"
         )
+        screen.command("which there are", f"mstore log {report.name}")
         screen.command("to name a good one", "mstore bisect good REF")
     elif report.next is not None and report.by:
-        screen.line(f"bisecting {report.name}: {counted(report.left, 'unit')}")
-        screen.line(f"try {report.next}: {tried(report)}")
+        screen.line(f"bisecting {report.name}: {counted(report.left, 'unit')}{roughly(report)}")
+        screen.line(f"try {report.next}: {report.probe}")
         _draw_how(screen, report.next)
     elif report.next is not None:
         screen.line(
-            f"bisecting {report.name}: {counted(report.left, 'position')} left to try "
-            f"(roughly {counted(report.steps, 'step')})"
+            f"bisecting {report.name}: {counted(report.left, 'position')} left{roughly(report)}"
         )
         shown = short(SnapshotId.fromhex(report.next))
         screen.line(f"try {shown}")
         _draw_how(screen, shown)
     elif report.first_bad is not None:
-        screen.line(f"{short(report.first_bad)} is the first bad snapshot", style="green")
-        screen.command("what it is", f"mstore show {short(report.first_bad)}")
+        _draw_first_bad(screen, report, report.first_bad, words)
     elif report.suspects:
         screen.line("only skipped positions are left; the first bad one may be any of:")
         for one in report.suspects:
@@ -76,16 +81,31 @@ def draw(screen: Screen, report: BisectReport) -> None:
         _draw_culprits(screen, report)
 
 
-def tried(report: BisectReport) -> str:
-    """Return what is to be tried, in words."""
-    if report.by:
-        return report.tried_text()
-    return (report.next or "")[:12]
+def roughly(report: BisectReport, done: int = 0) -> str:
+    """Return about how many probes are left after so many more, as words that follow others."""
+    left = report.steps - done
+    return f"; roughly {counted(left, 'probe')} left" if left > 0 else ""
 
 
 def _draw_how(screen: Screen, shown: str) -> None:
     screen.command("look at it", f"mstore mount {shown} DIR")
     screen.command("then say", "mstore bisect good (or bad, or skip)")
+
+
+def _draw_first_bad(
+    screen: Screen, report: BisectReport, first: SnapshotId, words: Sequence[str]
+) -> None:
+    screen.line(f"{short(first)} is the first bad snapshot: {report.what}", style="green")
+    for change in report.changes:
+        screen.line(f"  {change}")
+    if report.is_merge:
+        name = report.name if first == report.snapshot else short(first)
+        # The braces need no quotes.
+        judged = f" -- {shlex.join(words)}".replace("'{}'", "{}") if words else ""
+        how = "run" if words else "start"
+        screen.command("which expert broke it", f"mstore bisect {how} --experts {name}{judged}")
+    if report.before is not None:
+        screen.command("what differs", f"mstore diff {short(report.before)} {short(first)}")
 
 
 def _draw_culprits(screen: Screen, report: BisectReport) -> None:

@@ -183,7 +183,7 @@ class Searching(Judging, Merging):
 
         Raises NotFound, BadRequest, Conflict (one goes on already), StorageFailed.
         """
-        by = [*(("experts",) if experts else ()), *(("layers",) if layers else ())]
+        by = _units(experts=experts, layers=layers)
         return self._bisection().begin(revision, good=good, by=by)
 
     def bisect_mark(self, answer: str, revision: Revision | None = None) -> BisectReport:
@@ -204,22 +204,29 @@ class Searching(Judging, Merging):
 
     def bisect_run(
         self,
+        revision: Revision,
         command: Sequence[str],
         *,
+        good: Sequence[Revision] = (),
+        experts: bool = False,
+        layers: bool = False,
         timeout: float | None = None,
         show: Show | None = None,
         output: int | None = None,
         tell: Callable[[BisectReport, int], None] | None = None,
     ) -> BisectReport:
-        """Run a command on what is to be tried, until the end.
+        """Run a command on what is to be tried, until it is found what made a snapshot bad.
 
+        revision, good, experts, layers: as for `bisect_start`.  If this bisection goes on already,
+        it goes on where it was, and `good` are marked that were not.
         command, timeout, show, output: as for `evaluate`.  Its exit status says what it found, as
         for `git bisect run`: 0 good, 125 cannot be judged, others up to 127 bad.  If 126 or 127 is
         the first, a good snapshot is tried, too, and must give another.
         tell: called after each try, with the report that named it, and the exit status.
 
         Raises CommandFailed (any other status, a signal, or it hangs; what was marked stays),
-        WrongCommand, NotFound, BadRequest, Conflict (another process goes on with it).
+        WrongCommand, NotFound, BadRequest (also: over time, nothing is known to be good), Conflict
+        (another bisection goes on, or another process goes on with it).
         """
         from mstore.judging.evaluation import Command, status_on
 
@@ -228,7 +235,13 @@ class Searching(Judging, Merging):
         def try_(snapshot: SnapshotId) -> int:
             return status_on(wanted, snapshot, show or self._checked_out, output)
 
-        return self._bisection().run(try_, tell or (lambda report, status: None))
+        return self._bisection().run(
+            revision,
+            try_,
+            tell or (lambda report, status: None),
+            good=good,
+            by=_units(experts=experts, layers=layers),
+        )
 
     def bisect_status(self) -> BisectReport:
         """Return where the bisection stands.  Raises NotFound if none goes on."""
@@ -246,6 +259,11 @@ class Searching(Judging, Merging):
         from mstore.search.bisect import Bisection
 
         return Bisection(self._catalog)
+
+
+def _units(*, experts: bool, layers: bool) -> list[str]:
+    """Return of what a merge is bisected; nothing: its branch is."""
+    return [*(("experts",) if experts else ()), *(("layers",) if layers else ())]
 
 
 class _Merger:

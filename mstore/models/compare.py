@@ -8,7 +8,7 @@ With d' and d'' the changes of two models to one base, over a tensor, a layer or
 Squares of norms are sums over the chunks of statistics.  A product is known where one of the two
 changes nothing, where both have the same blocks, and where the distance of the two was measured:
 <d', d''> = (||d'||^2 + ||d''||^2 - ||d' - d''||^2) / 2.  Elsewhere the sketches of both estimate
-it, with a variance of at most (||d'||^2 ||d''||^2 + <d', d''>^2) / 32 a chunk (`stats.chunk`).
+the cosine of each chunk, and with it the product (`stats.chunk`).
 
 Owns these sums (`Measure`), the base that lineage knows (`common_base`) and the report.  Reads
 blocks only where it may (`Reads`), chunk by chunk, and keeps what it measured as statistics.  An
@@ -32,7 +32,7 @@ from mstore.blocks.reader import Meter
 from mstore.checkpoint.models import split_name
 from mstore.models.adapters.inputs import Inputs, ModelChoice
 from mstore.models.distances import equal_chunks
-from mstore.models.stats.chunk import SKETCH_BUCKETS, inner
+from mstore.models.stats.chunk import cosines
 from mstore.models.stats.pairs import Pair, known_apart, known_products, known_rows, sum_of_squares
 from mstore.models.stats.store import StatsStore
 from mstore.models.stats.table import Digest
@@ -391,10 +391,10 @@ def _by_rows(
     same = equal_chunks(tensors, one, block_size)
     open_ = ~same & (of_a > 0) & (of_b > 0)
     most = np.sqrt(of_a[open_]) * np.sqrt(of_b[open_])
-    guess = np.clip(inner(one.rows[open_], other.rows[open_]), -most, most)
+    cosine, variance = cosines(one.rows[open_], other.rows[open_])
     known = math.fsum(of_a[same].tolist())
-    variance = math.fsum(((most * most + guess * guess) / SKETCH_BUCKETS).tolist())
-    return known + math.fsum(guess.tolist()), variance
+    product = known + math.fsum((most * cosine).tolist())
+    return product, math.fsum((most * most * variance).tolist())
 
 
 def _equal(a: tuple[TensorId, Tensor], b: tuple[TensorId, Tensor]) -> int:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.models.stats.chunk import CHUNK, Rows, finite, inner
+from mstore.models.stats.chunk import CHUNK, Rows, cosines, finite
 from mstore.models.stats.store import StatsStore, readable
 from mstore.models.stats.table import DeltaTable, Digest
 from mstore.store.catalog import Catalog
@@ -170,7 +170,8 @@ def _relative(
     room = _ROUNDING * (one + other)
     least = np.maximum(0.0, np.abs(one - other) - room) ** 2
     most = (one + other + room) ** 2
-    guess = np.clip(of_a[open_] + of_b[open_] - 2.0 * inner(a[open_], b[open_]), least, most)
+    cosine, _ = cosines(a[open_], b[open_])
+    guess = np.clip(of_a[open_] + of_b[open_] - 2.0 * one * other * cosine, least, most)
     low, high, middle = (
         math.sqrt(told + math.fsum(part.tolist())) for part in (least, most, guess)
     )

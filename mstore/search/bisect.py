@@ -19,8 +19,10 @@ import msgspec
 from msgspec.structs import replace
 
 from mstore.merge.virtual.deferred import commit_virtual
-from mstore.search.culprits import Answer, Blamed, find
+from mstore.search.changes import changes, what
+from mstore.search.culprits import Answer, Blamed, find, probes_left
 from mstore.search.runlog import RunLog
+from mstore.search.spelling import UnitName, of_culprits, of_probe
 from mstore.search.units import Unit, plan_of_units, units_of
 from mstore.snapshots import notes
 from mstore.snapshots.lineage import positions
@@ -28,11 +30,12 @@ from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.objects.note import VALUE
 from mstore.store.objects.plan import Plan
+from mstore.store.objects.snapshot import MERGE
 from mstore.store.plans import plan_of, sources_of
 from mstore.store.transaction import drop_ref
 from mstore.terms.errors import BadRequest, CommandFailed, Conflict, NotFound
 from mstore.terms.ids import Revision, SnapshotId
-from mstore.terms.phrases import Option, call, few
+from mstore.terms.phrases import Option, call, phrase
 from mstore.terms.report import Report
 
 RUN: Final = "bisect"
@@ -42,9 +45,6 @@ CANDIDATE: Final = refs.below(refs.CANDIDATE, RUN, PROBE)
 """What is tried over the units of a merge."""
 EXPERTS: Final = "experts"
 LAYERS: Final = "layers"
-
-UnitName = tuple[str | None, str | None]
-"""An expert's name and a layer; None for all of either."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -82,20 +82,11 @@ class CulpritReport(Report, frozen=True):
     def text(self) -> str:
         """Return the units in words."""
         together = " (only together)" if len(self.units) > 1 else ""
-        return named(self.units) + together + (" (alone: skipped)" if self.alone == "skip" else "")
-
-
-def named(units: Sequence[UnitName]) -> str:
-    """Name units: `code, math`, or `code in model.layers.1; math in model.layers.3`."""
-    if all(layer is None for _, layer in units):
-        return few([expert for expert, _ in units if expert is not None], len(units))
-    by_expert: dict[str | None, list[str]] = {}
-    for expert, layer in units:
-        by_expert.setdefault(expert, []).extend([] if layer is None else [layer])
-    return "; ".join(
-        few(layers) if expert is None else f"{expert} in {few(layers)}" if layers else expert
-        for expert, layers in by_expert.items()
-    )
+        return (
+            of_culprits(self.units)
+            + together
+            + (" (alone: skipped)" if self.alone == "skip" else "")
+        )
 
 
 class BisectReport(Report, frozen=True):
@@ -115,14 +106,24 @@ class BisectReport(Report, frozen=True):
     """the revision to try now: a snapshot, or a candidate; null: it has ended, or a mark lacks"""
     tried: tuple[UnitName, ...] = ()
     """over a merge: the units that the candidate has: expert and layer, null for all of either"""
+    probe: str | None = None
+    """over a merge: these units in words"""
     lacks: str | None = None
     """which mark must come first: good"""
     left: int = 0
     """over time: how many positions may be good or bad; over a merge: how many units there are"""
     steps: int = 0
-    """over time: about how many more marks it takes"""
+    """about how many more marks it takes, that of what is tried now among them; 0: unknown"""
     first_bad: SnapshotId | None = None
     """over time: the first bad position, once it is known"""
+    before: SnapshotId | None = None
+    """over time: the position before it"""
+    is_merge: bool = False
+    """over time: whether it is a merge, whose experts and layers can be bisected"""
+    what: str | None = None
+    """over time: what it is, by how it was made"""
+    changes: tuple[str, ...] = ()
+    """over time: what is not as before in how it was made, in words"""
     suspects: tuple[SnapshotId, ...] = ()
     """over time: if only skipped positions are left, those that may be the first bad one"""
     culprits: tuple[CulpritReport, ...] = ()
@@ -140,10 +141,6 @@ class BisectReport(Report, frozen=True):
         found = "; ".join(one.text() for one in self.culprits)
         rest = {"good": "good", "bad": "bad, too", "skip": "not judged"}.get(self.rest or "")
         return found if rest is None else f"{found}; all else is {rest}"
-
-    def tried_text(self) -> str:
-        """Return what is to be tried over a merge, in words."""
-        return named(self.tried) or "the base alone"
 
 
 class BisectMark(Report, frozen=True):
@@ -253,9 +250,19 @@ class _Positions:
         suspects = suspects_of(len(self._positions), self._answers)
         tried = next_of(suspects, self._answers)
         named = tuple(self._positions[at] for at in suspects)
+        if tried is None and len(named) > 1:
+            return replace(report, is_done=True, suspects=named)
         if tried is None:
-            first = named[0] if len(named) == 1 else None
-            return replace(report, is_done=True, first_bad=first, suspects=() if first else named)
+            first, before = named[0], self._positions[suspects[0] - 1]
+            return replace(
+                report,
+                is_done=True,
+                first_bad=first,
+                before=before,
+                is_merge=self._catalog.snapshot(first).made == MERGE,
+                what=what(self._catalog, first),
+                changes=changes(self._catalog, before, first),
+            )
         left = len(suspects) - 1
         return replace(
             report,
@@ -342,7 +349,14 @@ class _Units:
             return replace(report, is_done=True, culprits=culprits, rest=rest)
         self._show(found)
         tried = tuple(self._named(one) for one in self._units if one in found)
-        return replace(report, next=CANDIDATE, left=len(self._units), tried=tried)
+        return replace(
+            report,
+            next=CANDIDATE,
+            left=len(self._units),
+            steps=probes_left(self._units, self._answers),
+            tried=tried,
+            probe=of_probe(tried, [self._named(one) for one in self._units]),
+        )
 
     def _named(self, unit: Unit) -> tuple[str | None, str | None]:
         expert = None if unit.expert is None else self._sources.experts[unit.expert].name
@@ -366,6 +380,11 @@ class _Units:
 # -- both -------------------------------------------------------------------------------------
 
 
+def _require_no_good(good: Sequence[Revision], by: Sequence[str]) -> None:
+    if by and good:
+        raise BadRequest("over a merge, the base is what is good", where=Option("good"))
+
+
 class Bisection:
     """The bisection of a store that goes on.
 
@@ -385,17 +404,45 @@ class Bisection:
 
         Raises Conflict (one goes on already), NotFound, BadRequest.
         """
-        if self._log.read() is not None and not self.status().is_done:
+        if self._going() is not None:
             raise Conflict("a bisection goes on already", hint=call("bisect_reset"))
         snapshot = self._catalog.resolve(revision)
         start = Start(snapshot.hex(), str(revision), tuple(sorted(by)))
         subject = self._subject(start, [])
-        if by and good:
-            raise BadRequest("over a merge, the base is what is good", where=Option("good"))
+        _require_no_good(good, by)
         marks = [subject.mark(Answer.GOOD, one) for one in good]
         told = self._told(subject, start, marks)
         self._log.write(start, marks)
         return told
+
+    def go_on(
+        self, revision: Revision, *, good: Sequence[Revision] = (), by: Sequence[str] = ()
+    ) -> BisectReport:
+        """Begin one, or go on with it: then `good` are marked that were not.
+
+        Arguments as for `begin`.  Raises Conflict if another one goes on, NotFound, BadRequest.
+        """
+        going = self._going()
+        if going is None:
+            return self.begin(revision, good=good, by=by)
+        _require_no_good(good, by)
+        start, marks = going
+        snapshot = self._catalog.resolve(revision).hex()
+        if (snapshot, tuple(sorted(by))) != (start.snapshot, start.by):
+            what = f" by {' and '.join(start.by)}" if start.by else ""
+            raise Conflict(
+                f"another bisection goes on, of {start.name}{what}", hint=call("bisect_reset")
+            )
+        marked = {one.snapshot for one in marks if one.answer is Answer.GOOD}
+        for one in good:
+            if self._catalog.resolve(one).hex() not in marked:
+                self.mark(Answer.GOOD, one)
+        return self.status()
+
+    def _going(self) -> tuple[Start, list[Mark]] | None:
+        """Return what goes on, and its marks; None if nothing does, or what did has ended."""
+        found = self._log.read()
+        return None if found is None or self.status().is_done else found
 
     def mark(self, answer: Answer, revision: Revision | None = None) -> BisectReport:
         """Say what a revision is, or what is tried now.
@@ -419,9 +466,15 @@ class Bisection:
         return self._told(self._subject(start, marks), start, marks)
 
     def run(
-        self, try_: Callable[[SnapshotId], int], tell: Callable[[BisectReport, int], None]
+        self,
+        revision: Revision,
+        try_: Callable[[SnapshotId], int],
+        tell: Callable[[BisectReport, int], None],
+        *,
+        good: Sequence[Revision] = (),
+        by: Sequence[str] = (),
     ) -> BisectReport:
-        """Try what is to be tried until the end.
+        """Begin one, or go on with it (`go_on`), and try what is to be tried until the end.
 
         try_: runs a command on a snapshot and returns its exit status: 0 is good, 125 cannot be
         judged, others to 127 are bad. tell: is called with the report of what was tried, and the
@@ -432,18 +485,18 @@ class Bisection:
         goes on with it.
         """
         with self._log.held():
-            told = self.status()
+            told = self.go_on(revision, good=good, by=by)
             is_first = True
             while told.next is not None:
                 snapshot = self._catalog.resolve(told.next)
                 status = try_(snapshot)
                 if is_first and status in (126, 127):
                     start, marks = self._read()
-                    good = self._subject(start, marks).good()
-                    if try_(good) == status:
+                    known = self._subject(start, marks).good()
+                    if try_(known) == status:
                         raise BisectStopped(
                             f"the command ends with {status} on what is good, too",
-                            where=good.short,
+                            where=known.short,
                         )
                 is_first = False
                 if not 0 <= status < 128:
@@ -461,7 +514,13 @@ class Bisection:
                 )
             if told.lacks is not None:
                 raise BadRequest(
-                    "no snapshot is marked as good yet", hint=call("bisect_mark", "good", "REF")
+                    "no earlier position is known to be good",
+                    where=told.name,
+                    hint=phrase(
+                        "{good} names one; {log} lists those there are",
+                        good=Option("good", ("REF",)),
+                        log=call("log", told.name),
+                    ),
                 )
         return told
 

@@ -11,7 +11,9 @@ Sources: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Inpu
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Hashable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -19,6 +21,10 @@ import msgspec
 Unit = TypeVar("Unit", bound=Hashable)
 FEW: Final = 8
 """Of up to this many units, each is left out once."""
+_MANY: Final = 4096
+"""How many possible culprits are looked at to tell how many probes are left."""
+_SOME: Final = 8
+"""For how many of them these probes are counted."""
 
 
 class Answer(enum.Enum):
@@ -27,6 +33,9 @@ class Answer(enum.Enum):
     GOOD = "good"
     BAD = "bad"
     SKIPPED = "skip"
+
+
+_JUDGED: Final = (Answer.GOOD, Answer.BAD)
 
 
 class Blamed(msgspec.Struct, Generic[Unit], frozen=True):
@@ -64,6 +73,46 @@ def find(units: Sequence[Unit], ask: Callable[[frozenset[Unit]], Answer]) -> Bla
         good = search.whole is Answer.GOOD
         return Blamed((), (), Answer.GOOD if good else Answer.SKIPPED)
     return Blamed(tuple(culprits), tuple(map(search.answer, culprits)), rest)
+
+
+def probes_left(units: Sequence[Unit], answers: Mapping[frozenset[Unit], Answer]) -> int:
+    """Return about how many more probes `find` takes: the mean over culprits that may be it.
+
+    answers: what is known of sets of units.  A culprit is one unit; if none agrees with the
+    answers, two that are bad only together; if none of these does, the result is 0: unknown.
+    """
+    judged = [(key, told is Answer.BAD) for key, told in answers.items() if told in _JUDGED]
+    for size in (1, 2):
+        # Each culprit is in all bad sets.
+        inside = frozenset(units).intersection(*(key for key, is_bad in judged if is_bad))
+        number = math.comb(len(inside), size)
+        guesses = map(frozenset, itertools.combinations([u for u in units if u in inside], size))
+        agreeing = [
+            guess
+            for guess in itertools.islice(guesses, None, None, -(-number // _MANY) or 1)
+            if all(is_bad == (guess <= key) for key, is_bad in judged)
+        ]
+        some = agreeing[:: -(-len(agreeing) // _SOME) or 1]
+        if some:
+            return max(1, round(sum(_probes(units, answers, one) for one in some) / len(some)))
+    return 0
+
+
+def _probes(
+    units: Sequence[Unit], answers: Mapping[frozenset[Unit], Answer], culprit: frozenset[Unit]
+) -> int:
+    """Return how many sets that have no answer are tried if this is the culprit."""
+    asked = 0
+
+    def ask(tried: frozenset[Unit]) -> Answer:
+        nonlocal asked
+        if tried in answers:
+            return answers[tried]
+        asked += 1
+        return Answer.BAD if culprit <= tried else Answer.GOOD
+
+    find(units, ask)
+    return asked
 
 
 class _Search(Generic[Unit]):

@@ -155,15 +155,18 @@ def culprit_key(by: Sequence[str]) -> str:
 
 def culprit_on(catalog: Catalog, snapshot: SnapshotId) -> str | None:
     """Return what the finest bisection of a merge found, in words; None if there was none."""
-    found = notes_on(catalog, snapshot)
-    state_of = states(found)
-    told = {
+    return culprit_of(reports(notes_on(catalog, snapshot), {}))
+
+
+def culprit_of(told: Iterable[NoteReport]) -> str | None:
+    """Return what the finest bisection found, as the notes of a merge tell; None for none."""
+    found = {
         one.key: one.value
-        for id, one in found.items()
-        if one.form == VALUE and one.key.startswith(CULPRIT) and state_of[id] == COUNTS
+        for one in told
+        if one.kind == VALUE and one.key.startswith(CULPRIT) and one.state == COUNTS
     }
     # The longest key is that of the layers of experts.
-    text = told[max(told, key=len)] if told else None
+    text = found[max(found, key=len)] if found else None
     return text if isinstance(text, str) else None
 
 

@@ -23,8 +23,7 @@ from mstore.api.reports import (
     searched,
 )
 from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter, values
-from mstore.snapshots.notes import CULPRIT
-from mstore.store.objects.note import COUNTS
+from mstore.snapshots.notes import culprit_of
 from mstore.store.objects.plan import EXPERT
 from mstore.store.objects.shapes import layers_of, parts_of
 from mstore.store.objects.snapshot import BASE
@@ -180,6 +179,7 @@ def snapshot_summary(
         similarity=tables.similarity(),
         blocks=ask.told("blocks", lambda: store.reuse(shown.snapshot)),
         search=searched(shown.notes),
+        culprit=culprit_of(shown.notes),
         recipe=None if merge is None else ask.told("recipe", lambda: store.recipe(shown.snapshot)),
         warnings=_warnings(shown, merge, compared),
         gaps=ask.gaps,
@@ -502,11 +502,7 @@ def _sweep(ask: _Gatherer, merge: Explanation | None) -> SweepReport | None:
 def _warnings(
     shown: SnapshotReport, merge: Explanation | None, compared: CompareReport | None
 ) -> tuple[Text, ...]:
-    found: list[Text] = [
-        f"a bisection found to blame: {note.told()}"
-        for note in shown.notes
-        if note.key.startswith(CULPRIT) and note.state == COUNTS
-    ]
+    found: list[Text] = []
     if shown.pruned:
         found.append("its contents were pruned: only records are left")
     for one in shown.not_finite:

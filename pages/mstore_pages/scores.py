@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from mstore.api.reports import searched
+from mstore.snapshots.notes import culprit_of
 from mstore.store.objects.note import EVALUATION, VERDICT
 from mstore.terms.sizes import counted
-from mstore_pages import figures
+from mstore_pages import figures, trials
 from mstore_pages.document import Cell, table
 from mstore_pages.figures import number
 from mstore_pages.markup import Child, Markup, join, tag
@@ -22,7 +24,13 @@ _SIGNS = {">=": "≥", "<=": "≤"}
 
 
 def told(note: NoteReport) -> str:
-    """Return what a note says in a line: of a verdict each score with its limit."""
+    """Return what a note says in a line: of a verdict each score with its limit; of a search what
+    it tried, and its best score."""
+    search = searched([note])
+    if search is not None:
+        best = search.trials[0].score if search.trials else None
+        score = "" if best is None else f" Its {search.score} is {number(best)}."
+        return f"{trials.lead(search)}{score}"
     limits = _limits(note)
     if not limits:
         whole = note.told()
@@ -123,7 +131,10 @@ def _by_key(shown: SnapshotReport) -> dict[tuple[str, str], float]:
 
 def written(note: NoteReport) -> Markup:
     """Return a note's value in a line, and the whole command where its key does not tell it."""
-    shown: list[Child] = [tag("code", told(note))]
+    line = told(note)
+    # Words are no code, as what anybody noted may be.
+    is_words = searched([note]) is not None or culprit_of([note]) is not None
+    shown: list[Child] = [line if is_words else tag("code", line)]
     words = note.value.get("command") if isinstance(note.value, dict) else None
     if isinstance(words, list) and note.kind in (EVALUATION, VERDICT):
         line = " ".join(map(str, words))

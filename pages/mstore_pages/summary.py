@@ -152,6 +152,8 @@ class SnapshotSummary(Report, frozen=True):
     """blocks by origin and codec"""
     search: SearchedReport | None
     """the search that it won, as its notes tell; None if none did"""
+    culprit: str | None
+    """what a bisection found to be to blame for a bad merge, in words; None if none did"""
     recipe: str | None
     """the recipe of a merge, as mergekit reads it"""
     warnings: tuple[Text, ...]

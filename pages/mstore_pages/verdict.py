@@ -21,8 +21,12 @@ _NOTES_TOLD, _TOLD_WIDTH = 4, 120
 
 
 def verdict(summary: SnapshotSummary) -> Iterator[Child]:
-    """Yield what was made, at which cost, and how good it is, in sentences."""
+    """Yield what broke it, what was made, at which cost, and how good it is, in sentences."""
     shown, plan = summary.snapshot, summary.plan
+    if summary.culprit is not None:
+        blamed = f"A bisection found to blame: {_shortened(summary.culprit)}."
+        yield tag("span", blamed, class_="flag")
+        yield " "
     if plan is None:
         yield _told_made(summary)
     elif plan.layers:

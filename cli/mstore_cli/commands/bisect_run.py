@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mstore_cli.bisecting import tell, tried
+from mstore_cli.bisecting import roughly, tell
 from mstore_cli.command import command
 from mstore_cli.commands.bisect_start import Experts, Good, Layers
 from mstore_cli.errors import UsageError
@@ -13,7 +13,6 @@ from mstore_cli.options import Revision
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
-    from mstore import Store
     from mstore.api.reports import BisectReport
 
 
@@ -51,40 +50,20 @@ def bisect_run(
 
     def told(report: BisectReport, status: int) -> None:
         judged = {0: "good", 125: "skipped"}.get(status, f"bad ({status})")
-        session.output.tell(f"{tried(report)}: {judged}")
+        tried = (report.next or "")[:12] if report.probe is None else report.probe
+        session.output.tell(f"{tried}: {judged}{roughly(report, 1)}")
 
     with session.open() as store:
-        begin(store, revision, good=good, experts=experts, layers=layers)
         report = store.bisect_run(
+            revision,
             words,
+            good=good,
+            experts=experts,
+            layers=layers,
             timeout=None if timeout is None else seconds_of(timeout),
             show=show_of(session, checkout=checkout),
             output=output_of(session),
             tell=told,
         )
         session.settled()
-    tell(session, report)
-
-
-def begin(
-    store: Store, revision: str, *, good: tuple[str, ...], experts: bool, layers: bool
-) -> None:
-    """Begin a bisection, unless the same one goes on."""
-    from mstore.terms.errors import NotFound
-
-    try:
-        going = store.bisect_status()
-    except NotFound:
-        going = None
-    if going is None or going.is_done:
-        store.bisect_start(revision, good=good, experts=experts, layers=layers)
-        return
-    by = (*(("experts",) if experts else ()), *(("layers",) if layers else ()))
-    if going.snapshot != store[revision].id or going.by != by:
-        what = f" by {' and '.join(going.by)}" if going.by else ""
-        raise UsageError(
-            f"another bisection goes on, of {going.name}{what}",
-            hint="to end it: mstore bisect reset",
-        )
-    for one in good:
-        store.bisect_mark("good", one)
+    tell(session, report, words)

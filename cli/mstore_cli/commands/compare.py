@@ -95,6 +95,8 @@ def compare(
         screen.line(f"{number} and the base {report.base}, {counted(report.tensors, 'tensor')}")
         screen.line()
         draw_parts(screen, (*report.parts, report.whole), "" if by is By.MODEL else by.name)
+        if any(pair.deviation for pair in report.whole.pairs):
+            screen.line("   --exact reads the blocks and tells it")
         if report.bytes_read:
             screen.line(f"read {format_size(report.bytes_read)} of models without statistics")
         for remark in report.remarks:

@@ -1,6 +1,6 @@
 """One chunk's statistics: what the numbers of a row mean, and how two sketches are compared.
 
-Owns the row (CHUNK) and the estimator on its direction sketch.  Does not own how a row is
+Owns the row (CHUNK) and what two direction sketches tell (`cosines`).  Does not own how a row is
 measured (`deltas`), nor how rows are stored (`table`).  Pure functions on numpy arrays: no
 state, safe in any thread.
 
@@ -25,15 +25,25 @@ Four elements share a word, and each takes a bit of its own: one hash for four s
 is there because outlier columns of a weight matrix, whose width is mostly a multiple
 of 32, would otherwise all fall into one bucket.  With d' and d'' two deltas of one chunk,
 
-    E[sum_b S'[b] * S''[b]]   = <d', d''>
-    Var[sum_b S'[b] * S''[b]] = sum_b (|d'|_b^2 |d''|_b^2 + <d', d''>_b^2 - 2 sum d'^2 d''^2)
-                             <~ (|d'|^2 |d''|^2 + <d', d''>^2) / 32
+    E[sum_b S'[b] * S''[b]] = <d', d''>
 
-(_b: only the elements of bucket b): one chunk's cosine is known to about 0.18 to 0.25, and that
-of a tensor of C chunks of like norm, whose estimates add, to that over sqrt(C).  The formulas
-ask for signs that are independent in fours; a fixed hash stands in for them, so someone who
-knows it could build deltas that mislead the estimate.  It therefore only ranks; no promise of
-a budget or an error bound rests on it.
+with a variance of about (|d'|^2 |d''|^2 + <d', d''>^2) / 32.  Most of it comes from |S'| and |S''|,
+which miss |d'| and |d''|; but those norms are known.  So the cosine of the two sketches estimates
+that of the two deltas: with a cosine c, its variance is about
+
+    (1 - c^2)^2 / 32
+
+0.18 squared for two deltas that have nothing in common, and almost nothing for a delta and a
+multiple of it, as an expert and a merge that one of its tensors dominates.  The mean of the
+estimate is c * (1 - (1 - c^2) / 64), which `cosines` corrects.  (Li, Hastie, Church, "Improving
+random projections using marginal information", 2006; Olkin, Pratt, "Unbiased estimation of certain
+correlation coefficients", 1958.)
+
+Two deltas of a few elements each have the same sketch if these fall into one bucket.  So where the
+largest element of both is more than a 32nd of the square of the norm, `cosines` states the variance
+above, (1 + c^2) / 32.  The formulas ask for signs that are independent in fours; a fixed hash
+stands in for them, so someone who knows it could build deltas that mislead the estimate.
+It therefore only tells and ranks; no promise of a budget or an error bound rests on it.
 """
 
 from __future__ import annotations
@@ -86,6 +96,11 @@ Rows = npt.NDArray[np.void]
 _TOP_EXPONENT: Final = 7
 _LARGEST: Final = 127
 
+_DEVIATION: Final = math.tanh(1 / math.sqrt(SKETCH_BUCKETS))
+"""Of the estimate of a cosine c, that of artanh c: whatever c is, it is about the same there."""
+_ROUNDING: Final = 2.0**-9
+"""How far a cosine of rounded sketches may be from 1 if that of the sketches is 1."""
+
 
 def unchanged(base_squares: float) -> Rows:
     """Return CHUNK[1] of a chunk that equals the base: zeros except the base's sum of squares."""
@@ -105,23 +120,35 @@ def pack_sketch(sums: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int8], in
     return np.minimum(np.maximum(scaled, -_LARGEST), _LARGEST).astype(np.int8), exponent
 
 
-def inner(a: Rows, b: Rows) -> npt.NDArray[np.float64]:
-    """Estimate <d', d''> chunk by chunk: float64[chunks]. 0 where a sketch is zero.
+def cosines(a: Rows, b: Rows) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Estimate the cosine of d' and d'' chunk by chunk, and its variance: float64[chunks] each.
 
-    `a` and `b` are rows of the same chunks of one tensor, from two experts (or one: the estimate is
-    then of |d|^2).  Raises BadRequest if their numbers differ.
+    `a` and `b` are rows of the same chunks of one tensor, from two experts.  The cosine is 0 where
+    a sketch is zero.  The variance is never 0: it is that of a cosine which is smaller by one
+    deviation.  Raises BadRequest if the numbers of rows differ.
     """
     if a.shape != b.shape:
         raise BadRequest(f"rows of the same chunks are needed, not {a.size} and {b.size}")
-    products = a["sketch"].astype(np.float64) * b["sketch"].astype(np.float64)
-    # Pairwise halving fixes the order of additions; numpy does not specify that of np.sum.
-    # Estimates order blocks in a plan, and every machine must make the same plan.
-    while products.shape[-1] > 1:
-        half = products.shape[-1] // 2
-        products = products[..., :half] + products[..., half:]
-    exponents = a["sketch_exponent"].astype(np.int32) + b["sketch_exponent"].astype(np.int32)
-    estimate: npt.NDArray[np.float64] = np.ldexp(products[..., 0], exponents)
-    return estimate
+    # Sums of products of small integers: exact, so every machine has the same.
+    ours, theirs = (side["sketch"].astype(np.int64) for side in (a, b))
+    product, one, other = (
+        (left * right).sum(axis=-1)
+        for left, right in ((ours, theirs), (ours, ours), (theirs, theirs))
+    )
+    told = product / np.sqrt(np.maximum(one * other, 1))
+    cosine = np.clip(told * (1 + (1 - told * told) / (2 * SKETCH_BUCKETS)), -1.0, 1.0)
+    size = np.abs(cosine)
+    less = np.clip((size - _DEVIATION) / (1 - size * _DEVIATION), 0.0, 1.0 - _ROUNDING)
+    variance = (1 - less * less) ** 2 / SKETCH_BUCKETS
+    is_few = _is_few(a) & _is_few(b)
+    return cosine, np.where(is_few, (1 + cosine * cosine) / SKETCH_BUCKETS, variance)
+
+
+def _is_few(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Return where one element has more than a bucket's share of the square of the norm."""
+    largest = rows["max_abs"].astype(np.float64)
+    few: npt.NDArray[np.bool_] = largest * largest * SKETCH_BUCKETS > rows["sum_squares"]
+    return few
 
 
 def finite(rows: Rows) -> npt.NDArray[np.bool_]:
