@@ -105,7 +105,8 @@ def _request(plan: Plan) -> dict[str, object]:
 def _differing(new: dict[str, object], old: dict[str, object]) -> Iterator[tuple[str, str, str]]:
     for name in dict.fromkeys((*new, *old)):
         if new.get(name) != old.get(name):
-            yield name.replace("_", " "), _told(new.get(name)), _told(old.get(name))
+            now, then = (_told(one[name]) if name in one else "the default" for one in (new, old))
+            yield name.replace("_", " "), now, then
 
 
 def _called(name: str, one: PlanInput) -> str:
