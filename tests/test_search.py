@@ -432,6 +432,21 @@ def test_the_page_of_a_winner(place: Path) -> None:
         assert "e2.weight" in page
         soup = search(store, Eyes(place, store), "soup", sampler="greedy-soup")
         page = page_of(store, "soup")
+        # In the order of their own scores; all of them together were never tried.
+        told_of = soup.ingredients
+        assert [one.expert for one in told_of] == ["e1", "e0", "e2"]
+        assert [one.alone for one in told_of] == sorted(
+            one.score or 0.0 for one in soup.trials[:EXPERTS]
+        )
+        assert [one.expert for one in told_of if one.kept] == sorted(
+            soup.experts or (), key=[one.expert for one in told_of].index
+        )
+        assert [one.tried for one in told_of[1:]] == [one.score for one in soup.trials[EXPERTS:]]
+        roles = [(one.role, one.name) for one in soup.reported]
+        wanted = "all" if any(one.kept is False for one in told_of) else "start"
+        assert roles[1] == (wanted, "all 3 experts, weights 1/3")
+        assert soup.first is None
+        assert found.ingredients == ()
         assert "What each expert did" in page
         assert "What each number did" not in page
         summary = gather.snapshot_summary(store, "soup").search

@@ -164,6 +164,44 @@ def test_greedy_soup_is_that_of_the_paper(count: int, seed: int, levels: int, jo
     assert frozenset(ranked(trials, minimize=False)[0].experts or ()) == soup
 
 
+@given(
+    count=st.integers(2, 8),
+    seed=st.integers(0, 1000),
+    levels=st.integers(2, 1000),
+    most=st.integers(0, 20),
+)
+def test_greedy_soup_tells_its_steps(count: int, seed: int, levels: int, most: int) -> None:
+    """It tells the experts in the order of their own scores, and of each that was tried the score
+    of the soup with it, and whether it stayed."""
+    found = template(count=count)
+    score = by_subset(seed, levels)
+    sampler = sampler_of("greedy-soup", found, 0)
+    tried = 0
+    while tried < most and (one := sampler.ask()) is not None:
+        sampler.tell(score(frozenset(one.experts or ())))
+        tried += 1
+    told = sampler.ingredients()
+    if tried < count:
+        assert told == ()
+        return
+    singles = {name: score(frozenset([name])) for name in found.models}
+    order = sorted(found.models, key=lambda one: (-singles[one], one))
+    assert [(one.expert, one.alone) for one in told] == [(name, singles[name]) for name in order]
+    soup: frozenset[str] = frozenset()
+    best = -1.0
+    for number, one in enumerate(told):
+        if number > tried - count:
+            assert (one.tried, one.kept) == (None, None)
+            continue
+        with_it = soup | {one.expert}
+        assert one.tried == score(with_it)
+        assert one.kept == (one.tried >= best)
+        if one.kept:
+            soup, best = with_it, one.tried
+    if tried < most:
+        assert soup == greedy_soup(list(found.models), score)[-1]
+
+
 def test_subsets_have_equal_weights() -> None:
     """Free weights are shares of the experts that are there."""
     found = template("{min: 0, max: 1}", "{min: 0, max: 1}", "{min: 0, max: 1}", count=4)

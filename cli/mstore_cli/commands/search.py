@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from mstore.search.template import Template
 
 
+_ROLES = {
+    "winner": "the winner",
+    "start": "tried first",
+    "all": "for comparison",
+    "expert": "an expert",
+}
+_KEPT = {True: "kept", False: "left out", None: "not tried"}
+
+
 @command(
     example="mstore search --recipe search.yml --eval 'python /srv/loss.py tune {}' "
     "--score loss.json:loss --minimize --report-eval 'python /srv/loss.py test {}' "
@@ -71,7 +80,7 @@ def search(
             "--report-eval",
             metavar="COMMAND",
             help="The command that reports, by other examples than those that decide: on the "
-            "winner, on what was tried first, on each expert.",
+            "winner, on all experts alike, on each expert.",
             group=REPORTS,
         ),
     ] = None,
@@ -132,8 +141,8 @@ def search(
     """Find the best weights of a recipe, or its best experts.
 
     Each trial is a virtual merge that the command sees as for `mstore eval`; nothing of it is
-    stored, and the best one becomes an ordinary merge. The first has weights of 1/K for K experts.
-    Of more than 16 free numbers, some become one.
+    stored, and the best one becomes an ordinary merge. Over free numbers, the first trial has
+    weights of 1/K for K experts. Of more than 16 free numbers, some become one.
 
     What decided over many trials says too much good of the winner. So another command reports, by
     examples that decided nothing.
@@ -248,12 +257,14 @@ def _draw(screen: Screen, report: SearchReport) -> None:
             ("reported by", report.reported_by),
         ]
     )
+    if report.ingredients:
+        _draw_ingredients(screen, report)
     screen.table(
         [Column("model"), Column("what it is"), Column(report.reported_score, right=True)],
         [
             (
                 one.name,
-                {"winner": "the winner", "start": "tried first", "expert": "an expert"}[one.role],
+                _ROLES[one.role],
                 _number(one.score),
             )
             for one in report.reported
@@ -264,6 +275,21 @@ def _draw(screen: Screen, report: SearchReport) -> None:
     for text in report.remarks:
         screen.line(f"remark: {text}")
     screen.command("to look at the trials", f"mstore report {report.name} -o {_page(report.name)}")
+
+
+def _draw_ingredients(screen: Screen, report: SearchReport) -> None:
+    screen.table(
+        [
+            Column("expert, the best first"),
+            Column(f"{report.score} alone", right=True),
+            Column("soup with it", right=True),
+            Column(""),
+        ],
+        [
+            (one.expert, _number(one.alone), _number(one.tried), _KEPT[one.kept])
+            for one in report.ingredients
+        ],
+    )
 
 
 def _page(name: str) -> str:
