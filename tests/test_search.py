@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -536,13 +537,18 @@ def options(place: Path, *more: str) -> list[str]:
 
 
 def test_the_command(place: Path) -> None:
-    """It tells each trial, the winner, and what the reporting command says; with --json all."""
+    """It tells each trial, the winner, where the branch was, and what the reporting command says;
+    with --json all."""
+    with Store.open(place / "store") as store:
+        before = store.move("best", None, "e0").snapshot
     done = succeed(*options(place, "--trials", "3", "--checkout"))
     assert "merged best" in done
+    assert re.search(rf"^was +{before.short}$", done, re.MULTILINE)
     assert "all 3 experts, weights 1/3" in done
     assert "mstore --store" in done
     found = json.loads(succeed(*options(place, "--trials", "3", "--checkout", "--json")))
     assert (len(found["trials"]), found["resumed"]) == (3, 3)
+    assert (found["new_snapshot"], found["was"]) == (False, found["snapshot"])
     assert [one["role"] for one in found["reported"]] == ["winner", "start", *["expert"] * 3]
 
 

@@ -85,7 +85,7 @@ class Searching(Judging, Merging):
         stands; also `log: true` or a `step`.  A config of mergekit-evolve is read, too.  Models
         that it needs first must be there (`prepare_recipe`).
         command: decides: it is run on each trial's merge, as by `evaluate`.
-        name: the branch that the winner is merged to.
+        name: the branch that the winner is merged to.  It may exist: then it moves, as by `merge`.
         score: `[NAME=]FILE:POINTER`, the score that decides.  minimize: less is better.
         trials: how many merges to try at most.  A merge that was tried is not tried again.
         sampler: `tpe` (needs optuna), `cmaes` (needs cmaes) or `grid` over the free numbers, the
@@ -299,4 +299,4 @@ class _Merger:
             threads=self._threads,
             progress=self._progress,
         )
-        return Winner(made.snapshot, made.new_snapshot, made.bytes_written)
+        return Winner(made.snapshot, made.new_snapshot, made.was, made.bytes_written)

@@ -141,6 +141,8 @@ class SearchReport(Report, frozen=True):
     """the winner"""
     new_snapshot: bool
     """false if the branch already was this merge"""
+    was: SnapshotId | None
+    """where the branch pointed before; null for a new branch"""
     plan: PlanId
     """its plan"""
     sampler: str
@@ -249,10 +251,11 @@ def searched(told: Iterable[NoteReport]) -> SearchedReport | None:
 
 
 class Winner(msgspec.Struct, frozen=True):
-    """The winner as a merge."""
+    """The winner as a merge.  was: where the branch pointed before; None for a new one."""
 
     snapshot: SnapshotId
     is_new: bool
+    was: SnapshotId | None
     bytes_written: int
 
 
@@ -552,6 +555,7 @@ class Search(msgspec.Struct, frozen=True):
             name=self.name,
             snapshot=merged.snapshot,
             new_snapshot=merged.is_new,
+            was=merged.was,
             plan=PlanId.fromhex(best.plan),
             sampler=self.sampler,
             seed=self.seed,

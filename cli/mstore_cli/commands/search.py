@@ -49,7 +49,12 @@ def search(
     ],
     name: Annotated[
         str,
-        Option("--name", metavar="REF", help="The branch of the best merge.", group=RESULT),
+        Option(
+            "--name",
+            metavar="REF",
+            help="The branch that will point at the best merge.",
+            group=RESULT,
+        ),
     ],
     decider: Annotated[
         str | None,
@@ -246,6 +251,7 @@ def _draw(screen: Screen, report: SearchReport) -> None:
     first = "" if report.first is None else f"; the first trial had {_number(report.first)}"
     screen.fields(
         [
+            ("was", short(report.was) if report.was and report.new_snapshot else None),
             (report.score, f"{_number(report.best)}{first}"),
             ("experts", None if report.experts is None else ", ".join(report.experts)),
             *((name, f"{value:g}") for name, value in report.values.items()),
