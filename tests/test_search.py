@@ -19,14 +19,17 @@ import families
 import numpy as np
 import pytest
 from cli_runs import run_once
+from msgspec.structs import replace
 
 from mstore import SnapshotId, Store
 from mstore.api.reports import SearchReport, TrialReport
 from mstore.judging.evaluation import Command
 from mstore.search.genome import read_template
 from mstore.search.search import Search
+from mstore.search.template import Template
 from mstore.search.trials import Trial
 from mstore.terms.errors import BadRequest, CommandFailed, Conflict, Corrupt, NotFound
+from mstore_cli.commands.search import line_of
 from mstore_pages import gather
 from mstore_pages import report as report_page
 
@@ -545,11 +548,69 @@ def test_the_command(place: Path) -> None:
     assert "merged best" in done
     assert re.search(rf"^was +{before.short}$", done, re.MULTILINE)
     assert "all 3 experts, weights 1/3" in done
+    first = "e0.weight=0.35   e1.weight=0.35   e2.weight=0.35"
+    assert re.search(rf"^trial 0 +([0-9.]+)  best +\1 \(0\)  {first}$", done, re.MULTILINE)
+    assert re.search(r"^trial +loss +e0.weight +e1.weight +e2.weight$", done, re.MULTILINE)
     assert "mstore --store" in done
     found = json.loads(succeed(*options(place, "--trials", "3", "--checkout", "--json")))
     assert (len(found["trials"]), found["resumed"]) == (3, 3)
     assert (found["new_snapshot"], found["was"]) == (False, found["snapshot"])
     assert [one["role"] for one in found["reported"]] == ["winner", "start", *["expert"] * 3]
+
+
+def recipe_of(names: str) -> Template:
+    """A recipe with a free weight for each of these models."""
+    models = "".join(
+        f"  - {{model: {name}, parameters: {{weight: {{min: 0, max: 1}}}}}}\n" for name in names
+    )
+    return read_template(f"merge_method: linear\nmodels:\n{models}", "r", lambda model: None)
+
+
+def trial(
+    number: int, values: tuple[float, ...], score: float | None, experts: str | None = None
+) -> TrialReport:
+    chosen = None if experts is None else tuple(experts)
+    error = "ended with status 1" if score is None else None
+    return TrialReport(number, values, chosen, score, None, 1.5, error)
+
+
+def test_lines_on_trials() -> None:
+    """A line has the trial's score and its numbers by name, and lines stand below each other."""
+    found = recipe_of("ab")
+    best = trial(3, (0.3333, 1.0), 0.25)
+    assert [
+        line_of(found, best, best, most=20),
+        line_of(found, trial(11, (1.0, 0.05), 1234.5678), best, most=20),
+        line_of(found, replace(trial(12, (1.0, 0.05), 1234.5678), seconds=0.0), best, most=20),
+        line_of(found, trial(14, (0.5, 0.5), 7.0, "a"), best, most=20),
+    ] == [
+        "trial  3        0.25  best       0.25 ( 3)  a.weight=0.3333 b.weight=1",
+        "trial 11     1234.57  best       0.25 ( 3)  a.weight=1      b.weight=0.05",
+        "trial 12     1234.57  best       0.25 ( 3)  a.weight=1      b.weight=0.05    tried before",
+        "trial 14           7  best       0.25 ( 3)  a",
+    ]
+    failed = line_of(found, trial(13, (0.5, 0.5), None), best, most=20)
+    assert failed.startswith("trial 13           -  best       0.25 ( 3)  a.weight=0.5 ")
+    assert failed.endswith("  no score: ended with status 1")
+
+
+def test_lines_on_trials_of_many_numbers() -> None:
+    """Of more than six numbers a line has the six that are farthest from the start; of more than
+    six experts it has those that are left out."""
+    found = recipe_of("abcdefgh")
+    start = found.start()
+    assert line_of(found, trial(0, start, 2.0), None, most=1).endswith(
+        " 2  best          -  the start"
+    )
+    moved = line_of(found, trial(1, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), 2.0), None, most=50)
+    told = [word for word in moved.split() if "=" in word]
+    # From 1/8, a and b moved least.
+    assert told == [f"{name}.weight=0.{at}" for at, name in enumerate("cdefgh", start=3)]
+    one = line_of(found, trial(2, (*start[:7], 0.9), 2.0), None, most=50)
+    assert [word for word in one.split() if "=" in word] == ["h.weight=0.9"]
+    assert line_of(found, trial(3, start, 2.0, "abdefgh"), None, most=50).endswith("  all but c")
+    assert line_of(found, trial(3, start, 2.0, "abcdefgh"), None, most=50).endswith("  all")
+    assert line_of(found, trial(3, start, 2.0, "ac"), None, most=50).endswith("  a + c")
 
 
 def test_mistakes_of_the_command(place: Path) -> None:

@@ -158,7 +158,7 @@ class _Cmaes(Sampler):
         self._start: Chosen | None = Chosen(template.start())
         places = zip(self._free, template.start(), strict=True)
         self._search = cmaes.CMA(
-            mean=np.array([_place(one, value) for one, value in places]),
+            mean=np.array([one.place(value) for one, value in places]),
             sigma=_SIGMA,
             bounds=np.array([[0.0, 1.0]] * len(self._free)),
             # It takes seeds of 32 bits.
@@ -193,13 +193,6 @@ class _Cmaes(Sampler):
         if len(self._told) == self._search.population_size:
             self._search.tell(self._told)
             self._asked, self._told = [], []
-
-
-def _place(one: Free, value: float) -> float:
-    """Return where in its range a value is, from 0 to 1."""
-    if one.log:
-        return math.log(value / one.low) / math.log(one.high / one.low)
-    return (value - one.low) / (one.high - one.low)
 
 
 def _value(one: Free, place: float) -> float:
