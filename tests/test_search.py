@@ -304,11 +304,15 @@ def test_the_best_so_far_can_be_seen(place: Path) -> None:
         def tell(one: TrialReport, best: TrialReport | None) -> None:
             assert best is not None
             seen.append((candidates(store), best.number))
+            assert {one.part_of for one in store.candidates()} == {"a search"}
 
         search(store, Eyes(place, store), tell=tell)
         for (names, _), (_, before) in zip(seen[1:], seen, strict=False):
             assert f"candidates/trial-{before}/best" in names
             assert len(names) <= 2
+        told = {one.message for one in store.log(every=True)}
+        assert {f"trial {number} of a search for best" for number, _ in enumerate(seen)} <= told
+        assert not store.show("best").message
 
 
 def failing(numbers: set[int]) -> list[str]:

@@ -37,12 +37,12 @@ from mstore.terms.errors import BadRequest, CommandFailed, Conflict, Incompatibl
 from mstore.terms.ids import PlanId, SnapshotId
 from mstore.terms.phrases import Option, phrase
 
-_TRIAL: Final = re.compile(r"candidates/trial-[0-9]+/(.+)")
+_TRIAL: Final = re.compile(rf"candidates/{refs.TRIAL}-[0-9]+/(.+)")
 
 
 def _run(number: int) -> str:
     """Return the word that tells a trial's candidate from others for the branch."""
-    return f"trial-{number}"
+    return f"{refs.TRIAL}-{number}"
 
 
 class SearchHead(msgspec.Struct, frozen=True):
@@ -165,7 +165,7 @@ class Trials:
             record,
             sources_of(self._catalog, plan, record),
             name=self._name,
-            message="",
+            message=f"trial {number} of a search for {self._name}",
             candidate=_run(number),
         ).snapshot
 
