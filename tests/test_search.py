@@ -175,11 +175,17 @@ def test_the_winner(place: Path) -> None:
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_the_same_seed_gives_the_same(jobs: int, place: Path) -> None:
-    """Whichever of several trials is done first, equal seeds and jobs give equal trials."""
+    """Whichever of several trials is done first, equal seeds and jobs give equal trials; those that
+    run side by side have different numbers."""
+    command = ["sh", "-c", f'echo "$MSTORE_JOB" >> {place}/numbers; cp {{}}/loss.json .']
     with Store.open(place / "store") as store:
         show = Eyes(place, store)
-        first = search(store, show, "one", jobs=jobs, seed=5)
-        again = search(store, show, "two", jobs=jobs, seed=5)
+        first = search(store, show, "one", jobs=jobs, seed=5, command=command)
+        numbers = (place / "numbers").read_text().split()
+        assert [sorted(numbers[at : at + jobs]) for at in range(0, 6, jobs)] == [
+            [str(job) for job in range(jobs)]
+        ] * (6 // jobs)
+        again = search(store, show, "two", jobs=jobs, seed=5, command=command)
         assert scores_of(first) == scores_of(again)
         assert first.plan == again.plan
 

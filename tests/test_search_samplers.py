@@ -80,6 +80,16 @@ def test_equal_answers_lead_to_equal_choices(name: str, jobs: int) -> None:
         assert first != chosen(name, found, peak(0.3, 0.1, 0.5), seed=4, jobs=jobs)
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_how_many_are_tried_side_by_side(name: str) -> None:
+    """With another number of jobs, tpe tries others; all other samplers try the same."""
+    found = template(*["{min: 0, max: 1}"] * 3)
+    score = peak(0.3, 0.1, 0.5)
+    one = chosen(name, found, score, seed=3)
+    same = [chosen(name, found, score, seed=3, jobs=jobs) == one for jobs in (2, 4, 7)]
+    assert same == [name != "tpe"] * 3
+
+
 @pytest.mark.parametrize("name", ["tpe", "cmaes"])
 def test_better_than_the_start(name: str) -> None:
     """Fifty trials over eight numbers end nearer to the best ones than 1/K is."""

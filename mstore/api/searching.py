@@ -91,8 +91,9 @@ class Searching(Judging, Merging):
         sampler: `tpe` (needs optuna), `cmaes` (needs cmaes) or `grid` over the free numbers, the
         first trial with weights of 1/K; or, over subsets of the experts, `greedy-soup`,
         `leave-one-out` or `add-one-in`.
-        seed: what draws follow from.  jobs: how many trials to evaluate side by side.  Equal seed
-        and jobs, and equal scores, give equal trials.
+        seed: what draws follow from.  jobs: how many trials to evaluate side by side, with 0 to
+        jobs - 1 as `$MSTORE_JOB`.  Equal seed, jobs and scores give equal trials; with samplers
+        other than `tpe`, any number of jobs does.
         report_command, report_score: report on the winner, the first trial and each expert, by
         other examples than those that decide.  same_set: let the deciding command report, too.
         restart: forget what an earlier search for this name tried.

@@ -374,8 +374,8 @@ class Search(msgspec.Struct, frozen=True):
         def planned(choice: Chosen) -> PlanId:
             return merger.plan(self.template.fill(choice.values, choice.experts))
 
-        def evaluated(snapshot: SnapshotId) -> Judgement:
-            return judgement_on(self.decides, snapshot, show, output)
+        def evaluated(snapshot: SnapshotId, job: int) -> Judgement:
+            return judgement_on(self.decides, snapshot, show, output, job=job)
 
         start_plan = planned(start)
         trials = Trials(

@@ -136,7 +136,9 @@ def search(
             "--jobs",
             metavar="N",
             min=1,
-            help="How many trials to evaluate side by side. Another number tries others.",
+            help="How many trials to evaluate side by side, each with its own copy of the model; "
+            "their $MSTORE_JOB is 0 to N-1, as to choose a GPU. The result is that of this seed "
+            "and N.",
             group=HOW,
         ),
     ] = 1,
