@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
 from mstore_cli.errors import Interrupted, UsageError, remarks
-from mstore_cli.judging import Checkout, Timeout, seconds_of, show_of
+from mstore_cli.judging import Checkout, Timeout, seconds_of, showing
 from mstore_cli.options import DECIDES, HOW, REPORTS, RESULT, WHAT, Message, Option, Threads
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.recipes import RecipeText, models_of_template
@@ -177,28 +177,29 @@ def search(
             session.output.tell(line_of(template, trial, best, most=trials))
 
         try:
-            report = store.search(
-                text.text,
-                words,
-                name=name,
-                score=score,
-                minimize=minimize,
-                trials=trials,
-                sampler=sampler,
-                seed=seed,
-                jobs=jobs,
-                report_command=report_words,
-                report_score=report_score,
-                same_set=same_set,
-                restart=restart,
-                where=text.where,
-                models=models,
-                message=message,
-                timeout=None if timeout is None else seconds_of(timeout),
-                show=show_of(session, checkout=checkout, keep_again=True),
-                tell=told,
-                threads=threads,
-            )
+            with showing(session, checkout=checkout) as show:
+                report = store.search(
+                    text.text,
+                    words,
+                    name=name,
+                    score=score,
+                    minimize=minimize,
+                    trials=trials,
+                    sampler=sampler,
+                    seed=seed,
+                    jobs=jobs,
+                    report_command=report_words,
+                    report_score=report_score,
+                    same_set=same_set,
+                    restart=restart,
+                    where=text.where,
+                    models=models,
+                    message=message,
+                    timeout=None if timeout is None else seconds_of(timeout),
+                    show=show,
+                    tell=told,
+                    threads=threads,
+                )
             session.settled()
         except KeyboardInterrupt as stop:
             raise Interrupted("the same command goes on from what was tried") from stop
