@@ -441,6 +441,9 @@ def test_the_page_of_a_winner(place: Path) -> None:
         found = search(store, Eyes(place, store))
         page = page_of(store, "best")
         assert "tpe tried 8 merges" in page
+        # Among the notes, too: no JSON.
+        assert re.search(r"tpe tried 8 merges; loss [0-9.,]+ is best", page)
+        assert "decided_by" not in page
         for told in ("loss of each trial", "Numbers of each trial", "What each number did"):
             assert told in page
         assert "e2.weight" in page

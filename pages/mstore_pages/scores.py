@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from mstore.api.reports import searched
 from mstore.store.objects.note import EVALUATION, VERDICT
 from mstore.terms.sizes import counted
 from mstore_pages import figures
@@ -23,6 +24,12 @@ _SIGNS = {">=": "≥", "<=": "≤"}
 
 def told(note: NoteReport) -> str:
     """Return what a note says in a line: of a verdict each score with its limit."""
+    found = searched([note])
+    if found is not None and found.trials and found.trials[0].score is not None:
+        best = number(found.trials[0].score)
+        return (
+            f"{found.sampler} tried {counted(found.tried, 'merge')}; {found.score} {best} is best"
+        )
     limits = _limits(note)
     if not limits:
         whole = note.told()
