@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +19,12 @@ from cli_runs import Program
 from mount_drivers import why_not
 from small_models import BLOCK, files_of, small_model
 
-from mstore import BadRequest, CommandFailed, MergeRequest, NotFound, Store
+from mstore import BadRequest, CommandFailed, MergeRequest, NotFound, Store, Unavailable
 from mstore.blocks.schema import JUDGED
 from mstore.judging import process
 from mstore.judging.evaluation import Show
 from mstore.judging.scores import ResultFile, number_at, parse_score, parse_scores
-from mstore_fuse.mounts import mounts, shown
+from mstore_fuse.mounts import Mounted, mounts, shown
 
 PYTHON = sys.executable
 MOUNTED = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -284,6 +285,55 @@ def test_what_watches_may_be_killed(store: Store) -> None:
 
 
 # -- the files -----------------------------------------------------------------------------------
+
+
+@MOUNTED
+def test_mounts_that_stay(store: Store, copied: Path) -> None:
+    """Snapshots that are shown one after the other have one mount, and those that are shown at the
+    same time one each; at the end none is left."""
+
+    def count() -> int:
+        return sum(one.store == store.path for one in mounts())
+
+    base, tuned = store["base"].id, store["tuned"].id
+    with Mounted(store.path) as mounted:
+        for id, name in ((base, "base"), (tuned, "tuned")):
+            # What fails meanwhile keeps nobody from the mount.
+            with suppress(CommandFailed), mounted.show(id, copied) as shown_at:
+                assert files_of(shown_at) == files_of(copied / name)
+                raise CommandFailed("it failed")
+            assert count() == 1
+        with mounted.show(base, copied) as one, mounted.show(base, copied) as other:
+            assert (one.name, files_of(one)) == (other.name, files_of(other))
+            assert one != other
+            assert count() == 2
+    assert count() == 0
+    late = ExitStack()
+    with Mounted(store.path) as mounted:
+        late.enter_context(mounted.show(base, copied))
+    # Of the threads of a search that was interrupted, nobody waits for one.
+    assert count() == 0
+    with pytest.raises(Unavailable, match="does not answer"):
+        late.close()
+
+
+@MOUNTED
+def test_a_mount_that_stays_and_ends(store: Store, copied: Path) -> None:
+    """If its process is killed, what shows says so, and the next snapshot has another mount."""
+
+    def kill() -> None:
+        (own,) = (one for one in mounts() if one.store == store.path)
+        assert own.pid is not None
+        os.kill(own.pid, signal.SIGKILL)
+        while (Path("/proc") / str(own.pid)).exists():
+            time.sleep(0.01)
+
+    with Mounted(store.path) as mounted:
+        with pytest.raises(Unavailable, match="ended"), mounted.show(store["base"].id, copied):
+            kill()
+        assert not [one for one in mounts() if one.store == store.path]
+        with mounted.show(store["base"].id, copied) as shown_at:
+            assert files_of(shown_at) == files_of(copied / "base")
 
 
 @MOUNTED

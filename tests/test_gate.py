@@ -612,6 +612,14 @@ def test_candidates_are_listed_and_dropped(mstore: Program) -> None:
     (found,) = mstore.succeed("gate", "--json").document["candidates"]
     assert (found["name"], found["failed"]) == ("m", ["false {}"])
     assert found["candidate"] in mstore.succeed("gate").out
+    # What a search tries is no model of the user's.
+    mstore.succeed("merge", *MERGE, "--name", "m", "--candidate", "trial")
+    mstore.succeed("merge", *MERGE, "--name", "m", "--candidate", "trial-3")
+    listed = mstore.succeed("gate").lines
+    (own,) = (line for line in listed if line.startswith("candidates/trial/m "))
+    (tried,) = (line for line in listed if line.startswith("candidates/trial-3/m "))
+    assert ("  a search  " in own, "  a search  " in tried) == (False, True)
+    mstore.succeed("gate", "drop", "candidates/trial*")
     assert mstore("gate", "drop", "m").status == 2
     mstore.succeed("gate", "drop", found["candidate"])
     assert mstore.succeed("gate", "--quiet").out == ""

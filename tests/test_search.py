@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -18,14 +19,17 @@ import families
 import numpy as np
 import pytest
 from cli_runs import run_once
+from msgspec.structs import replace
 
 from mstore import SnapshotId, Store
 from mstore.api.reports import SearchReport, TrialReport
 from mstore.judging.evaluation import Command
 from mstore.search.genome import read_template
 from mstore.search.search import Search
+from mstore.search.template import Template
 from mstore.search.trials import Trial
 from mstore.terms.errors import BadRequest, CommandFailed, Conflict, Corrupt, NotFound
+from mstore_cli.commands.search import line_of
 from mstore_pages import gather
 from mstore_pages import report as report_page
 
@@ -33,10 +37,13 @@ EXPERTS = 3
 PARTS = ("mlp", "attn")
 BEST = (0.3, 0.6, 0.1)
 SHAPE = (64, 512)
-MODEL_BYTES = 2 * len(PARTS) * (64 * 512 * 4 + 2 * 32)
-"""Of a model's blocks, two to a tensor, each with its id."""
 COPY = ["cp", "{}/loss.json", "."]
-REPORT = ["cp", "{}/loss.json", "other.json"]
+SCORED = "loss.json:loss"
+REPORT = {
+    "report_command": ["cp", "{}/loss.json", "other.json"],
+    "report_score": "other.json:loss",
+    "same_set": False,
+}
 RECIPE = "merge_method: task_arithmetic\nbase_model: base\nmodels:\n" + "".join(
     f"  - model: e{k}\n    parameters: {{weight: {{min: 0, max: 1, step: 0.05}}}}\n"
     for k in range(EXPERTS)
@@ -50,7 +57,10 @@ BY_PART = RECIPE.replace(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of a base and experts, and the model that the best merge comes near to."""
+    """A store of a base and experts, and the model that the best merge comes near to.
+
+    The command that decides has seen the experts.
+    """
     root = tmp_path_factory.mktemp("search")
     rng = np.random.default_rng(0)
     names = [f"model.layers.{layer}.{part}.weight" for layer in range(2) for part in PARTS]
@@ -73,6 +83,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number, expert in enumerate(experts):
             families.write_checkpoint(root / f"e{number}", expert)
             store.add(root / f"e{number}", name=f"e{number}", base="base")
+            store.evaluate(f"e{number}", COPY, scores=[SCORED], show=Eyes(root, store))
     return root
 
 
@@ -112,14 +123,18 @@ class Eyes:
 
 
 def search(store: Store, show: Any, name: str = "best", **more: Any) -> SearchReport:
+    """A short search, for which nothing but its trials is evaluated.
+
+    With this seed of tpe, the best trial is the fourth.
+    """
     wanted: dict[str, Any] = {
         "recipe": RECIPE,
         "command": COPY,
-        "score": "loss.json:loss",
+        "score": SCORED,
         "minimize": True,
-        "report_command": REPORT,
-        "report_score": "other.json:loss",
-        "trials": 8,
+        "same_set": True,
+        "trials": 5,
+        "seed": 2,
     }
     return store.search(**(wanted | more), name=name, show=show)
 
@@ -137,13 +152,14 @@ def test_the_winner(place: Path) -> None:
     with Store.open(place / "store") as store:
         show = Eyes(place, store)
         told: list[TrialReport] = []
-        report = search(store, show, trials=20, tell=lambda one, best: told.append(one))
-        assert [one.number for one in told] == [*range(20)]
+        report = search(store, show, tell=lambda one, best: told.append(one), **REPORT)
+        assert [one.number for one in told] == [*range(5)]
         assert report.trials == tuple(told)
         assert report.first == report.trials[0].score
         assert report.trials[0].values == (0.35,) * 3
         assert report.best == min(one.score or 0.0 for one in report.trials)
         best = next(one for one in report.trials if one.score == report.best)
+        assert best.number == 3
         assert report.values == {f"e{k}.weight": best.values[k] for k in range(EXPERTS)}
         # Of what was evaluated, virtually, the merge has the bytes.
         assert show.loss(report.snapshot) == report.best
@@ -167,15 +183,25 @@ def test_the_winner(place: Path) -> None:
         shown = set(show.shown) - {report.snapshot} - {store[f"e{k}"].id for k in range(EXPERTS)}
         assert not any(store.show(one).notes for one in shown)
         assert not store.fsck(read_data=True).problems
+        # What was tried first is kept nowhere, so the reporting command sees it again.
+        again = Eyes(place, store)
+        assert not search(store, again, **REPORT).new_snapshot
+        assert len(again.shown) == 1
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_the_same_seed_gives_the_same(jobs: int, place: Path) -> None:
-    """Whichever of several trials is done first, equal seeds and jobs give equal trials."""
+@pytest.mark.parametrize(("jobs", "trials"), [(1, 3), (3, 6)])
+def test_the_same_seed_gives_the_same(jobs: int, trials: int, place: Path) -> None:
+    """Whichever of several trials is done first, equal seeds and jobs give equal trials; those that
+    run side by side have different numbers."""
+    command = ["sh", "-c", f'echo "$MSTORE_JOB" >> {place}/numbers; cp {{}}/loss.json .']
     with Store.open(place / "store") as store:
         show = Eyes(place, store)
-        first = search(store, show, "one", jobs=jobs, seed=5)
-        again = search(store, show, "two", jobs=jobs, seed=5)
+        first = search(store, show, "one", jobs=jobs, trials=trials, command=command)
+        numbers = (place / "numbers").read_text().split()
+        assert [sorted(numbers[at : at + jobs]) for at in range(0, trials, jobs)] == [
+            [str(job) for job in range(jobs)]
+        ] * (trials // jobs)
+        again = search(store, show, "two", jobs=jobs, trials=trials, command=command)
         assert scores_of(first) == scores_of(again)
         assert first.plan == again.plan
 
@@ -199,8 +225,8 @@ def test_interrupted_and_typed_again(sampler: str, jobs: int, seed: int, place: 
         found = search(store, rest, "cut", sampler=sampler, jobs=jobs)
         assert scores_of(found) == scores_of(wanted)
         assert found.plan == wanted.plan
-        # What was under way may be tried again, with its round; experts were reported on.
-        assert len(eyes.shown) + len(rest.shown) <= evaluations - EXPERTS + jobs
+        # What was under way may be tried again, with its round.
+        assert len(eyes.shown) + len(rest.shown) <= evaluations + jobs
         assert 0 < found.resumed < len(found.trials)
         assert candidates(store) == []
 
@@ -208,33 +234,32 @@ def test_interrupted_and_typed_again(sampler: str, jobs: int, seed: int, place: 
 def test_more_trials_of_the_same_search(place: Path) -> None:
     """With more trials a search goes on; without, it only reports again."""
     with Store.open(place / "store") as store:
-        search(store, Eyes(place, store), trials=4)
+        search(store, Eyes(place, store), trials=2)
         again = Eyes(place, store)
-        assert not search(store, again, trials=4).new_snapshot
-        # What was tried first is kept nowhere, so the reporting command sees it again.
-        assert len(again.shown) == 1
-        more = search(store, Eyes(place, store), trials=10)
-        assert more.resumed == 4
-        assert scores_of(more) == scores_of(search(store, Eyes(place, store), "new", trials=10))
+        assert not search(store, again, trials=2).new_snapshot
+        assert again.shown == []
+        more = search(store, Eyes(place, store))
+        assert (more.resumed, len(more.trials)) == (2, 5)
+        assert scores_of(more) == scores_of(search(store, Eyes(place, store), "new"))
 
 
 def test_another_search_under_the_name(place: Path) -> None:
     """Another recipe, sampler, seed or command under a name is refused; restart forgets."""
     with Store.open(place / "store") as store:
         show = Eyes(place, store)
-        search(store, show, trials=2)
+        search(store, show, trials=1)
         for what, more in (
             ("another recipe", {"recipe": RECIPE.replace("max: 1", "max: 2", 1)}),
             ("the sampler tpe", {"sampler": "grid"}),
-            ("the seed 0", {"seed": 1}),
+            ("the seed 2", {"seed": 1}),
             ("1 jobs", {"jobs": 2}),
             ("another command", {"command": ["cp", "-f", "{}/loss.json", "."]}),
             ("the other direction", {"minimize": False}),
         ):
             with pytest.raises(Conflict, match=f"goes on with {what}") as caught:
-                search(store, show, **({"trials": 2} | more))
+                search(store, show, **({"trials": 1} | more))
             assert "restart" in str(caught.value.hint)
-        again = search(store, show, trials=2, seed=1, restart=True)
+        again = search(store, show, trials=1, seed=1, restart=True)
         assert again.resumed == 0
 
 
@@ -243,11 +268,12 @@ def test_a_plan_is_tried_once(place: Path) -> None:
     with Store.open(place / "store") as store:
         show = Eyes(place, store)
         coarse = RECIPE.replace("step: 0.05", "step: 0.5")
+        coarse = coarse.replace("{min: 0, max: 1, step: 0.5}", "0.5", 1)
         report = search(store, show, recipe=coarse, sampler="grid", trials=40, jobs=4)
         # The start is a point of the grid; so is each combination once.
-        assert len(report.trials) == 1 + 3**EXPERTS
-        assert report.evaluated == 3**EXPERTS
-        assert len(show.shown) == report.evaluated + len(report.reported)
+        assert len(report.trials) == 1 + 3**2
+        assert report.evaluated == 3**2
+        assert len(show.shown) == report.evaluated
         again = [one for one in report.trials if one.plan == report.trials[0].plan]
         assert [one.seconds > 0 for one in again] == [True, False]
         assert again[1].score == again[0].score
@@ -287,9 +313,8 @@ def test_trials_share_what_they_compute(place: Path) -> None:
         assert cached < 4 * 4 * 64 * 512 * 4
     shutil.rmtree(place / "store" / "cache")
     with Store.open(place / "store") as store:
-        search(store, Eyes(place, store), "tpe", trials=6)
-        # That of the first trial, which the reporting command saw, too.
-        assert kept_bytes(store) <= MODEL_BYTES
+        search(store, Eyes(place, store), "tpe")
+        assert kept_bytes(store) == 0
 
 
 def test_the_best_so_far_can_be_seen(place: Path) -> None:
@@ -300,11 +325,15 @@ def test_the_best_so_far_can_be_seen(place: Path) -> None:
         def tell(one: TrialReport, best: TrialReport | None) -> None:
             assert best is not None
             seen.append((candidates(store), best.number))
+            assert {one.part_of for one in store.candidates()} == {"a search"}
 
         search(store, Eyes(place, store), tell=tell)
         for (names, _), (_, before) in zip(seen[1:], seen, strict=False):
             assert f"candidates/trial-{before}/best" in names
             assert len(names) <= 2
+        told = {one.message for one in store.log(every=True)}
+        assert {f"trial {number} of a search for best" for number, _ in enumerate(seen)} <= told
+        assert not store.show("best").message
 
 
 def failing(numbers: set[int]) -> list[str]:
@@ -320,10 +349,10 @@ def test_trials_that_fail(place: Path) -> None:
     """A trial that fails has no score, and the search goes on; if nothing has one, it stops."""
     with Store.open(place / "store") as store:
         show = Eyes(place, store)
-        losses = [int(score or 0) for _, score in scores_of(search(store, show, "all"))]
+        losses = [int(score or 0) for _, score in scores_of(search(store, show, "all", trials=3))]
         worst = max(losses)
-        report = search(store, show, "some", command=failing({worst}))
-        assert [one.score is None for one in report.trials[:8]].count(True) >= 1
+        report = search(store, show, "some", trials=3, command=failing({worst}))
+        assert [one.score is None for one in report.trials].count(True) >= 1
         assert any("ended with status 1" in str(one.error) for one in report.trials)
         assert any("have no score" in one for one in report.remarks)
         with pytest.raises(CommandFailed, match="ended with status 1"):
@@ -337,15 +366,15 @@ def test_another_set_reports(place: Path) -> None:
         show = Eyes(place, store)
         for more in (
             {"report_command": None, "report_score": None},
-            {"report_command": COPY, "report_score": "loss.json:loss"},
+            {"report_command": COPY, "report_score": SCORED},
         ):
             with pytest.raises(BadRequest, match="too much good of the winner"):
-                search(store, show, **more)
+                search(store, show, same_set=False, **more)
         assert show.shown == []
-        report = search(store, show, report_command=None, report_score=None, same_set=True)
+        report = search(store, show, trials=2)
         assert report.decided_by == report.reported_by
-        # Only the experts were not evaluated yet.
-        assert len(show.shown) == report.evaluated + EXPERTS
+        # It has seen all of them.
+        assert len(show.shown) == report.evaluated
 
 
 def test_what_cannot_be_searched(place: Path) -> None:
@@ -427,7 +456,7 @@ def test_the_page_of_a_winner(place: Path) -> None:
         found = search(store, Eyes(place, store))
         page = page_of(store, "best")
         # In the section of the search, and in the table of notes in place of JSON.
-        assert page.count("tpe tried 8 merges") == 2
+        assert page.count("tpe tried 5 merges") == 2
         assert "Its loss is" in page
         assert "&quot;sampler&quot;" not in page
         for told in ("loss of each trial", "Numbers of each trial", "What each number did"):
@@ -435,6 +464,21 @@ def test_the_page_of_a_winner(place: Path) -> None:
         assert "e2.weight" in page
         soup = search(store, Eyes(place, store), "soup", sampler="greedy-soup")
         page = page_of(store, "soup")
+        # In the order of their own scores; all of them together were never tried.
+        told_of = soup.ingredients
+        assert [one.expert for one in told_of] == ["e1", "e0", "e2"]
+        assert [one.alone for one in told_of] == sorted(
+            one.score or 0.0 for one in soup.trials[:EXPERTS]
+        )
+        assert [one.expert for one in told_of if one.kept] == sorted(
+            soup.experts or (), key=[one.expert for one in told_of].index
+        )
+        assert [one.tried for one in told_of[1:]] == [one.score for one in soup.trials[EXPERTS:]]
+        roles = [(one.role, one.name) for one in soup.reported]
+        wanted = "all" if any(one.kept is False for one in told_of) else "start"
+        assert roles[1] == (wanted, "all 3 experts, weights 1/3")
+        assert soup.first is None
+        assert found.ingredients == ()
         assert "What each expert did" in page
         assert "What each number did" not in page
         summary = gather.snapshot_summary(store, "soup").search
@@ -524,14 +568,77 @@ def options(place: Path, *more: str) -> list[str]:
 
 
 def test_the_command(place: Path) -> None:
-    """It tells each trial, the winner, and what the reporting command says; with --json all."""
-    done = succeed(*options(place, "--trials", "3", "--checkout"))
+    """It tells each trial, the winner, where the branch was, and what the reporting command says;
+    with --json all."""
+    with Store.open(place / "store") as store:
+        before = store.move("best", None, "e0").snapshot
+    done = succeed(*options(place, "--trials", "2", "--checkout"))
     assert "merged best" in done
+    assert re.search(rf"^was +{before.short}$", done, re.MULTILINE)
     assert "all 3 experts, weights 1/3" in done
+    first = "e0.weight=0.35   e1.weight=0.35   e2.weight=0.35"
+    assert re.search(rf"^trial 0 +([0-9.]+)  best +\1 \(0\)  {first}$", done, re.MULTILINE)
+    assert re.search(r"^trial +loss +e0.weight +e1.weight +e2.weight$", done, re.MULTILINE)
     assert "mstore --store" in done
-    found = json.loads(succeed(*options(place, "--trials", "3", "--checkout", "--json")))
-    assert (len(found["trials"]), found["resumed"]) == (3, 3)
+    found = json.loads(succeed(*options(place, "--trials", "2", "--checkout", "--json")))
+    assert (len(found["trials"]), found["resumed"]) == (2, 2)
+    assert (found["new_snapshot"], found["was"]) == (False, found["snapshot"])
     assert [one["role"] for one in found["reported"]] == ["winner", "start", *["expert"] * 3]
+
+
+def recipe_of(names: str) -> Template:
+    """A recipe with a free weight for each of these models."""
+    models = "".join(
+        f"  - {{model: {name}, parameters: {{weight: {{min: 0, max: 1}}}}}}\n" for name in names
+    )
+    return read_template(f"merge_method: linear\nmodels:\n{models}", "r", lambda model: None)
+
+
+def trial(
+    number: int, values: tuple[float, ...], score: float | None, experts: str | None = None
+) -> TrialReport:
+    chosen = None if experts is None else tuple(experts)
+    error = "ended with status 1" if score is None else None
+    return TrialReport(number, values, chosen, score, None, 1.5, error)
+
+
+def test_lines_on_trials() -> None:
+    """A line has the trial's score and its numbers by name, and lines stand below each other."""
+    found = recipe_of("ab")
+    best = trial(3, (0.3333, 1.0), 0.25)
+    assert [
+        line_of(found, best, best, most=20),
+        line_of(found, trial(11, (1.0, 0.05), 1234.5678), best, most=20),
+        line_of(found, replace(trial(12, (1.0, 0.05), 1234.5678), seconds=0.0), best, most=20),
+        line_of(found, trial(14, (0.5, 0.5), 7.0, "a"), best, most=20),
+    ] == [
+        "trial  3        0.25  best       0.25 ( 3)  a.weight=0.3333 b.weight=1",
+        "trial 11     1234.57  best       0.25 ( 3)  a.weight=1      b.weight=0.05",
+        "trial 12     1234.57  best       0.25 ( 3)  a.weight=1      b.weight=0.05    tried before",
+        "trial 14           7  best       0.25 ( 3)  a",
+    ]
+    failed = line_of(found, trial(13, (0.5, 0.5), None), best, most=20)
+    assert failed.startswith("trial 13           -  best       0.25 ( 3)  a.weight=0.5 ")
+    assert failed.endswith("  no score: ended with status 1")
+
+
+def test_lines_on_trials_of_many_numbers() -> None:
+    """Of more than six numbers a line has the six that are farthest from the start; of more than
+    six experts it has those that are left out."""
+    found = recipe_of("abcdefgh")
+    start = found.start()
+    assert line_of(found, trial(0, start, 2.0), None, most=1).endswith(
+        " 2  best          -  the start"
+    )
+    moved = line_of(found, trial(1, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), 2.0), None, most=50)
+    told = [word for word in moved.split() if "=" in word]
+    # From 1/8, a and b moved least.
+    assert told == [f"{name}.weight=0.{at}" for at, name in enumerate("cdefgh", start=3)]
+    one = line_of(found, trial(2, (*start[:7], 0.9), 2.0), None, most=50)
+    assert [word for word in one.split() if "=" in word] == ["h.weight=0.9"]
+    assert line_of(found, trial(3, start, 2.0, "abdefgh"), None, most=50).endswith("  all but c")
+    assert line_of(found, trial(3, start, 2.0, "abcdefgh"), None, most=50).endswith("  all")
+    assert line_of(found, trial(3, start, 2.0, "ac"), None, most=50).endswith("  a + c")
 
 
 def test_mistakes_of_the_command(place: Path) -> None:

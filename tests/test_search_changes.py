@@ -41,12 +41,12 @@ def merge(store: Store, **request: object) -> None:
         ({"experts": [("code", 0.3), ("math", 0.7)]}, ["weight of math: 0.7, was 0.3"]),
         ({"experts": [*EXPERTS, ("chat", 0.1)]}, ["weight of chat: 0.1, was none"]),
         ({"experts": [("code", 0.3)]}, ["weight of math: none, was 0.3"]),
-        ({"parameters": {"scale": 0.5}}, ["scale: 0.5, was none"]),
+        ({"parameters": {"scale": 0.5}}, ["scale: 0.5, was the default"]),
         (
             {"method": "ties", "parameters": {"density": 0.4}},
             [
                 "method: ties, was task_arithmetic",
-                "density: 0.4, was none",
+                "density: 0.4, was the default",
                 "normalize: True, was False",
                 "score: trimmed, was norm",
             ],

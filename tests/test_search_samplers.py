@@ -80,6 +80,16 @@ def test_equal_answers_lead_to_equal_choices(name: str, jobs: int) -> None:
         assert first != chosen(name, found, peak(0.3, 0.1, 0.5), seed=4, jobs=jobs)
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_how_many_are_tried_side_by_side(name: str) -> None:
+    """With another number of jobs, tpe tries others; all other samplers try the same."""
+    found = template(*["{min: 0, max: 1}"] * 3)
+    score = peak(0.3, 0.1, 0.5)
+    one = chosen(name, found, score, seed=3)
+    same = [chosen(name, found, score, seed=3, jobs=jobs) == one for jobs in (2, 4, 7)]
+    assert same == [name != "tpe"] * 3
+
+
 @pytest.mark.parametrize("name", ["tpe", "cmaes"])
 def test_better_than_the_start(name: str) -> None:
     """Fifty trials over eight numbers end nearer to the best ones than 1/K is."""
@@ -162,6 +172,44 @@ def test_greedy_soup_is_that_of_the_paper(count: int, seed: int, levels: int, jo
         for number, one in enumerate(tried)
     ]
     assert frozenset(ranked(trials, minimize=False)[0].experts or ()) == soup
+
+
+@given(
+    count=st.integers(2, 8),
+    seed=st.integers(0, 1000),
+    levels=st.integers(2, 1000),
+    most=st.integers(0, 20),
+)
+def test_greedy_soup_tells_its_steps(count: int, seed: int, levels: int, most: int) -> None:
+    """It tells the experts in the order of their own scores, and of each that was tried the score
+    of the soup with it, and whether it stayed."""
+    found = template(count=count)
+    score = by_subset(seed, levels)
+    sampler = sampler_of("greedy-soup", found, 0)
+    tried = 0
+    while tried < most and (one := sampler.ask()) is not None:
+        sampler.tell(score(frozenset(one.experts or ())))
+        tried += 1
+    told = sampler.ingredients()
+    if tried < count:
+        assert told == ()
+        return
+    singles = {name: score(frozenset([name])) for name in found.models}
+    order = sorted(found.models, key=lambda one: (-singles[one], one))
+    assert [(one.expert, one.alone) for one in told] == [(name, singles[name]) for name in order]
+    soup: frozenset[str] = frozenset()
+    best = -1.0
+    for number, one in enumerate(told):
+        if number > tried - count:
+            assert (one.tried, one.kept) == (None, None)
+            continue
+        with_it = soup | {one.expert}
+        assert one.tried == score(with_it)
+        assert one.kept == (one.tried >= best)
+        if one.kept:
+            soup, best = with_it, one.tried
+    if tried < most:
+        assert soup == greedy_soup(list(found.models), score)[-1]
 
 
 def test_subsets_have_equal_weights() -> None:

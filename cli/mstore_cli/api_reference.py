@@ -120,6 +120,8 @@ def _sections() -> Iterator[str]:
     for call in (mounts.mount, mounts.shown, mounts.mounts, mounts.unmount, mounts.unmount_all):
         yield _function("mounts", call)
     yield f"### MountInfo\n\n{_text(MountInfo)}\n{_fields(MountInfo)}"
+    yield f"### Mounted\n\n{_text(mounts.Mounted)}"
+    yield from _members(mounts.Mounted, "Mounted", "mounted")
     yield f"### Unmounted\n\n{_text(mounts.Unmounted)}\n{_fields(mounts.Unmounted)}"
     yield "## mstore_serve.serving\n\nA store over HTTP and S3: what the command line calls.\n"
     yield _function("serving", serving.serve)

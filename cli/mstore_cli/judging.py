@@ -7,8 +7,8 @@ import os
 import re
 import secrets
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
@@ -82,21 +82,29 @@ Checkout = Annotated[
 ]
 
 
-def show_of(session: Session, *, checkout: bool, keep_again: bool = False) -> Show | None:
-    """Return what shows snapshots to commands: a mount, or None for a checkout.
+@contextmanager
+def showing(session: Session, *, checkout: bool) -> Iterator[Show | None]:
+    """Give what shows many snapshots to commands: mounts that stay for the time of the block.
 
-    keep_again: as of `Store`.  Says so where there is no FUSE.
+    None for checkouts.  A block of a virtual merge is kept on disk when it is computed again.
     """
-    from mstore.terms.errors import Unavailable
-    from mstore_fuse.fuse_driver import require_fuse
+    from mstore_fuse.mounts import Mounted
+
+    if not _can_mount(checkout=checkout):
+        yield None
+        return
+    endpoints, cache_size = own_endpoints(), user_config.cache_size()
+    with Mounted(
+        session.store_path(), endpoints=endpoints, cache_size=cache_size, keep_again=True
+    ) as mounted:
+        yield mounted.show
+
+
+def show_of(session: Session, *, checkout: bool) -> Show | None:
+    """Return what shows snapshots to commands: a mount for each, or None for a checkout."""
     from mstore_fuse.mounts import shown
 
-    if checkout:
-        return None
-    try:
-        require_fuse()
-    except Unavailable as missing:
-        remarks([f"checked out, as nothing can be mounted: {missing.what}"])
+    if not _can_mount(checkout=checkout):
         return None
     store = session.store_path()
     endpoints, cache_size = own_endpoints(), user_config.cache_size()
@@ -109,10 +117,27 @@ def show_of(session: Session, *, checkout: bool, keep_again: bool = False) -> Sh
             place,
             endpoints=endpoints,
             cache_size=cache_size,
-            keep_again=keep_again,
         )
 
     return show
+
+
+def _can_mount(*, checkout: bool) -> bool:
+    """Return whether commands see mounts.  Says so where there is no FUSE.
+
+    checkout: whether the user wants checkouts.
+    """
+    from mstore.terms.errors import Unavailable
+    from mstore_fuse.fuse_driver import require_fuse
+
+    if checkout:
+        return False
+    try:
+        require_fuse()
+    except Unavailable as missing:
+        remarks([f"checked out, as nothing can be mounted: {missing.what}"])
+        return False
+    return True
 
 
 def output_of(session: Session) -> int | None:

@@ -91,6 +91,7 @@ OBJECTS: dict[str, type] = {
     "mark": reports.BisectMark,
     "free number": reports.FreeNumber,
     "trial": reports.TrialReport,
+    "ingredient": reports.IngredientReport,
     "reported score": reports.ReportedScore,
     "search": reports.SearchedReport,
     "signature": reports.SignatureReport,

@@ -10,12 +10,13 @@ import os
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -29,6 +30,7 @@ from mstore.terms.errors import (
     StorageFailed,
     Unavailable,
 )
+from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import Option, call, phrase
 from mstore_fuse import mount_table
 from mstore_fuse.driver import EVERY, Driver, DriverName, MountInfo, MountRequest, Verify
@@ -153,14 +155,15 @@ def mount(
 @contextmanager
 def shown(
     store_path: Path,
-    revision: str,
+    revision: str | None,
     mountpoint: Path,
     *,
     endpoints: Sequence[str] = (),
     cache_size: int | None = None,
     keep_again: bool = False,
 ) -> Iterator[Path]:
-    """Make a directory, and mount a snapshot there for the time of the block.
+    """Make a directory, and mount a snapshot (None: the whole store) there for the time of the
+    block.
 
     The mount ends with this process, too, however that ends. Arguments, and what this raises, as
     for `mount`; at the end of the block Unavailable, if the mount has ended meanwhile.
@@ -204,6 +207,92 @@ def shown(
     ended = answers.get()
     if ended is not None:
         raise ended
+
+
+class Mounted:
+    """Shows snapshots of a store, one after the other, by mounts that stay for the time of a block.
+
+    A mount takes most of a second to make and to end.  As many are made as snapshots are shown at
+    the same time, each of the whole store.  Arguments are those of `shown`.  Thread-safe.
+    """
+
+    def __init__(
+        self,
+        store_path: Path,
+        *,
+        endpoints: Sequence[str] = (),
+        cache_size: int | None = None,
+        keep_again: bool = False,
+    ) -> None:
+        self._make = partial(
+            shown,
+            store_path,
+            None,
+            endpoints=endpoints,
+            cache_size=cache_size,
+            keep_again=keep_again,
+        )
+        self._free: list[tuple[Path, ExitStack]] = []
+        self._used: set[Path] = set()
+        self._has_ended = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """End the mounts.  Nobody waits for those in use: they end when their files are closed."""
+        with self._lock:
+            self._has_ended = True
+            used = list(self._used)
+        for _, made in self._free:
+            made.close()
+        for place in used:
+            with suppress(NotFound):
+                unmount(place, lazy=True)
+            with suppress(OSError):
+                # Who shows it removes it, unless this process ends first.
+                os.rmdir(place)
+                os.rmdir(place.parent)
+
+    @contextmanager
+    def show(self, snapshot: SnapshotId, scratch: Path) -> Iterator[Path]:
+        """Show a snapshot for the time of the block.  It needs no scratch directory.
+
+        Raises what `shown` raises; at the end of the block Unavailable, if the mount has ended
+        meanwhile.
+        """
+        with self._lock:
+            place, made = self._free.pop() if self._free else (None, ExitStack())
+        if place is None:
+            try:
+                place = made.enter_context(self._make(made.enter_context(fs.scratch()) / "store"))
+            except BaseException:
+                made.close()
+                raise
+        model = place / "snapshots" / str(snapshot)
+        with self._lock:
+            self._used.add(place)
+        try:
+            yield model
+        finally:
+            with self._lock:
+                self._used.remove(place)
+            try:
+                # Not of the mount point: an empty directory is left of a mount that has ended.
+                os.stat(model)
+            except OSError as error:
+                # It says why, if it can.
+                made.close()
+                raise Unavailable(
+                    f"the mount does not answer: {error.strerror}", where=str(place)
+                ) from error
+            with self._lock:
+                is_kept = not self._has_ended
+                if is_kept:
+                    self._free.append((place, made))
+            if not is_kept:
+                made.close()
 
 
 def _one_of(kind: type[Choice], name: str, value: str) -> Choice:

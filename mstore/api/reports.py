@@ -58,6 +58,7 @@ from mstore.remotes.usage import RemoteRefUsage, RemoteUsageReport
 from mstore.search.bisect import BisectLog, BisectMark, BisectReport, CulpritReport
 from mstore.search.search import (
     FreeNumber,
+    IngredientReport,
     ReportedScore,
     SearchedReport,
     SearchReport,
@@ -151,6 +152,7 @@ __all__ = [
     "GateReport",
     "GcReport",
     "HeldBytes",
+    "IngredientReport",
     "LayerBlame",
     "LayerExplanation",
     "Leaning",

@@ -85,14 +85,15 @@ class Searching(Judging, Merging):
         stands; also `log: true` or a `step`.  A config of mergekit-evolve is read, too.  Models
         that it needs first must be there (`prepare_recipe`).
         command: decides: it is run on each trial's merge, as by `evaluate`.
-        name: the branch that the winner is merged to.
+        name: the branch that the winner is merged to.  It may exist: then it moves, as by `merge`.
         score: `[NAME=]FILE:POINTER`, the score that decides.  minimize: less is better.
         trials: how many merges to try at most.  A merge that was tried is not tried again.
         sampler: `tpe` (needs optuna), `cmaes` (needs cmaes) or `grid` over the free numbers, the
         first trial with weights of 1/K; or, over subsets of the experts, `greedy-soup`,
         `leave-one-out` or `add-one-in`.
-        seed: what draws follow from.  jobs: how many trials to evaluate side by side.  Equal seed
-        and jobs, and equal scores, give equal trials.
+        seed: what draws follow from.  jobs: how many trials to evaluate side by side, with 0 to
+        jobs - 1 as `$MSTORE_JOB`.  Equal seed, jobs and scores give equal trials; with samplers
+        other than `tpe`, any number of jobs does.
         report_command, report_score: report on the winner, the first trial and each expert, by
         other examples than those that decide.  same_set: let the deciding command report, too.
         restart: forget what an earlier search for this name tried.
@@ -317,4 +318,4 @@ class _Merger:
             threads=self._threads,
             progress=self._progress,
         )
-        return Winner(made.snapshot, made.new_snapshot, made.bytes_written)
+        return Winner(made.snapshot, made.new_snapshot, made.was, made.bytes_written)

@@ -174,11 +174,17 @@ def _fits(value: object) -> bool:
 
 
 def judgement_on(
-    command: Command, snapshot: SnapshotId, show: Show, output: int | None = None
+    command: Command,
+    snapshot: SnapshotId,
+    show: Show,
+    output: int | None = None,
+    *,
+    job: int | None = None,
 ) -> Judgement:
     """Run a command on a snapshot, and return what it said.
 
-    output: a descriptor that gets what the command prints.
+    output: a descriptor that gets what the command prints. job: its number among those that run
+    side by side, from 0: the command's `$MSTORE_JOB`.
 
     Raises WrongCommand if it cannot be started, names a file of the caller's directory, or leaves
     other scores than were named; CommandFailed if it does not end by itself, fails though it was to
@@ -186,7 +192,7 @@ def judgement_on(
     """
     with fs.scratch() as scratch:
         written = Written(scratch / _OUT, command.scores)
-        ended = _ended_on(command, snapshot, show, output, scratch)
+        ended = _ended_on(command, snapshot, show, output, scratch, job)
         hint = _hint(command) if ended.status else None
         if ended.status < 0 or (ended.status and (command.scores or hint)):
             by = f"signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
@@ -222,17 +228,23 @@ def status_on(command: Command, snapshot: SnapshotId, show: Show, output: int | 
 
 
 def _ended_on(
-    command: Command, snapshot: SnapshotId, show: Show, output: int | None, scratch: Path
+    command: Command,
+    snapshot: SnapshotId,
+    show: Show,
+    output: int | None,
+    scratch: Path,
+    job: int | None = None,
 ) -> Ended:
     """Run a command on a snapshot in `scratch`, which gets what it leaves."""
     directory = scratch / _OUT
     fs.make_directory(directory, private=True)
+    own = {} if job is None else {"MSTORE_JOB": str(job)}
     with show(snapshot, scratch) as shown:
         try:
             return run(
                 command.in_directory(shown),
                 directory=directory,
-                environment={"MSTORE_DIR": str(shown), "MSTORE_OUT": str(directory)},
+                environment={"MSTORE_DIR": str(shown), "MSTORE_OUT": str(directory), **own},
                 timeout=command.timeout,
                 log=scratch / _LOG,
                 output=output,

@@ -188,6 +188,8 @@ class CandidateReport(Report, frozen=True):
     """its name: candidates/RUN/BRANCH"""
     name: str
     """the branch that it is for"""
+    part_of: str | None
+    """what goes on that made it: a search, a bisection, a download; None: a merge or an add"""
     snapshot: SnapshotId
     """its snapshot"""
     time_ns: int
@@ -227,6 +229,7 @@ def candidates(catalog: Catalog) -> list[CandidateReport]:
                 CandidateReport(
                     candidate=one.name,
                     name=refs.branch_of(one.name),
+                    part_of=refs.part_of(one.name),
                     snapshot=one.snapshot,
                     time_ns=one.time_ns,
                     passed=tuple(row.gate for row in told if row.passed),

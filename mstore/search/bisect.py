@@ -38,7 +38,7 @@ from mstore.terms.ids import Revision, SnapshotId
 from mstore.terms.phrases import Option, call, phrase
 from mstore.terms.report import Report
 
-RUN: Final = "bisect"
+RUN: Final = refs.BISECT
 """The name of the log, and of the run that its candidates are of."""
 PROBE: Final = "probe"
 CANDIDATE: Final = refs.below(refs.CANDIDATE, RUN, PROBE)

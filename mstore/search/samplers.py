@@ -38,6 +38,19 @@ class Chosen(msgspec.Struct, frozen=True):
     experts: tuple[str, ...] | None = None
 
 
+class Ingredient(msgspec.Struct, frozen=True):
+    """An expert that a greedy soup asked for.
+
+    alone: its own score; None: it failed. tried: the score of the soup with it; None: that failed,
+    or was not tried. kept: whether it is in the soup; None: nobody knows, as it was not tried.
+    """
+
+    expert: str
+    alone: float | None
+    tried: float | None = None
+    kept: bool | None = None
+
+
 class Sampler(Protocol):
     """Chooses what to try."""
 
@@ -49,6 +62,10 @@ class Sampler(Protocol):
 
         Larger is better.  None: it could not be tried.
         """
+
+    def ingredients(self) -> Sequence[Ingredient]:
+        """Return what a greedy soup was told so far, in the order of trying; else nothing."""
+        return ()
 
 
 def sampler_of(name: str, template: Template, seed: int) -> Sampler:
@@ -82,7 +99,7 @@ def sampler_of(name: str, template: Template, seed: int) -> Sampler:
 # -- over numbers ------------------------------------------------------------------------------
 
 
-class _Tpe:
+class _Tpe(Sampler):
     """A tree-structured Parzen estimator: draws where good trials are dense, and bad ones rare."""
 
     def __init__(self, template: Template, seed: int) -> None:
@@ -124,7 +141,7 @@ class _Tpe:
             self._study.tell(trial, score)
 
 
-class _Cmaes:
+class _Cmaes(Sampler):
     """CMA-ES: a normal distribution that moves and stretches towards what is good."""
 
     def __init__(self, template: Template, seed: int) -> None:
@@ -141,7 +158,7 @@ class _Cmaes:
         self._start: Chosen | None = Chosen(template.start())
         places = zip(self._free, template.start(), strict=True)
         self._search = cmaes.CMA(
-            mean=np.array([_place(one, value) for one, value in places]),
+            mean=np.array([one.place(value) for one, value in places]),
             sigma=_SIGMA,
             bounds=np.array([[0.0, 1.0]] * len(self._free)),
             # It takes seeds of 32 bits.
@@ -178,20 +195,13 @@ class _Cmaes:
             self._asked, self._told = [], []
 
 
-def _place(one: Free, value: float) -> float:
-    """Return where in its range a value is, from 0 to 1."""
-    if one.log:
-        return math.log(value / one.low) / math.log(one.high / one.low)
-    return (value - one.low) / (one.high - one.low)
-
-
 def _value(one: Free, place: float) -> float:
     if one.log:
         return one.low * math.exp(place * math.log(one.high / one.low))
     return one.low + place * (one.high - one.low)
 
 
-class _Listed:
+class _Listed(Sampler):
     """Tries what does not depend on scores."""
 
     def __init__(self, choices: Iterator[Chosen]) -> None:
@@ -222,24 +232,21 @@ def _grid(template: Template, seed: int) -> Sampler:
 # -- over experts ------------------------------------------------------------------------------
 
 
-class _Experts:
-    """Tries subsets of the experts, each with an equal weight where weights are free."""
-
-    def __init__(self, template: Template) -> None:
-        self._template = template
-
-    def choice(self, experts: Sequence[str]) -> Chosen:
-        return Chosen(self._template.start(experts), tuple(experts))
+def _alike(template: Template, experts: Sequence[str]) -> Chosen:
+    """Return the choice of some experts, each with an equal weight where weights are free."""
+    return Chosen(template.start(experts), tuple(experts))
 
 
-class _GreedySoup(_Experts):
+class _GreedySoup(Sampler):
     """The best expert, and each further one with which the merge is not worse."""
 
     def __init__(self, template: Template) -> None:
-        super().__init__(template)
+        self._template = template
         self._untried = list(template.models)
         self._singles: list[tuple[float, str]] = []
         self._ranked: deque[str] | None = None
+        self._ingredients: dict[str, Ingredient] = {}
+        """Of the experts, the best first, once each has a score."""
         self._soup: list[str] = []
         self._score = -math.inf
         self._asked: deque[tuple[str, ...]] = deque()
@@ -247,41 +254,57 @@ class _GreedySoup(_Experts):
     def ask(self) -> Chosen | None:
         if self._untried:
             return self._ask((self._untried.pop(0),))
-        if self._asked:
-            return None
-        if self._ranked is None:
-            ranked = sorted(self._singles, key=lambda one: (-one[0], one[1]))
-            self._score = ranked[0][0]
-            self._soup = [ranked[0][1]]
-            self._ranked = deque(name for _, name in ranked[1:])
-        if not self._ranked:
+        if self._asked or not self._ranked:
             return None
         return self._ask((*self._soup, self._ranked.popleft()))
 
     def _ask(self, experts: tuple[str, ...]) -> Chosen:
         self._asked.append(experts)
-        return self.choice([one for one in self._template.models if one in experts])
+        return _alike(self._template, [one for one in self._template.models if one in experts])
 
     def tell(self, score: float | None) -> None:
         experts = self._asked.popleft()
         value = -math.inf if score is None else score
         if self._ranked is None:
             self._singles.append((value, experts[0]))
-        elif score is not None and value >= self._score:
+            if not self._untried and not self._asked:
+                self._rank()
+            return
+        is_kept = score is not None and value >= self._score
+        if is_kept:
             self._score, self._soup = value, list(experts)
+        self._told(experts[-1], score, is_kept=is_kept)
+
+    def _rank(self) -> None:
+        """Put the experts in the order of their own scores; the first one is the soup."""
+        ranked = sorted(self._singles, key=lambda one: (-one[0], one[1]))
+        self._ingredients = {
+            name: Ingredient(name, None if math.isinf(own) else own) for own, name in ranked
+        }
+        self._score, best = ranked[0]
+        self._soup = [best]
+        self._ranked = deque(name for _, name in ranked[1:])
+        self._told(best, self._ingredients[best].alone, is_kept=True)
+
+    def _told(self, expert: str, score: float | None, *, is_kept: bool) -> None:
+        known = self._ingredients[expert]
+        self._ingredients[expert] = msgspec.structs.replace(known, tried=score, kept=is_kept)
+
+    def ingredients(self) -> Sequence[Ingredient]:
+        return tuple(self._ingredients.values())
 
 
 def _leave_one_out(template: Template) -> Sampler:
     """All experts, then all but one."""
     all_ = template.models
     without = (tuple(other for other in all_ if other != one) for one in all_)
-    return _Listed(map(_Experts(template).choice, itertools.chain([all_], without)))
+    return _Listed(_alike(template, one) for one in itertools.chain([all_], without))
 
 
 def _add_one_in(template: Template) -> Sampler:
     """All experts, then each alone."""
     alone = ((one,) for one in template.models)
-    return _Listed(map(_Experts(template).choice, itertools.chain([template.models], alone)))
+    return _Listed(_alike(template, one) for one in itertools.chain([template.models], alone))
 
 
 def _required(module: str, sampler: str) -> Any:

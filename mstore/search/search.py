@@ -1,8 +1,9 @@
 """A search for the best numbers of a recipe, or for the best experts: trials, winner, report.
 
 One command decides: its score of a trial's merge says how good that is.  Another one reports: it
-sees the winner, the merge that was tried first, and each expert, and its scores are what people may
-believe.  What decided over 50 trials says too much good of the winner.
+sees the winner, the start (the merge of all experts alike, which most samplers try first), and each
+expert, and its scores are what people may believe.  What decided over 50 trials says too much good
+of the winner.
 
 The winner is an ordinary merge, with notes: the evaluation that decided, the one that reports, and
 the trials (key `search`), which pushes and clones carry.
@@ -26,8 +27,8 @@ from mstore.judging.evaluation import (
     judgement_on,
     known,
 )
-from mstore.search.samplers import Chosen, sampler_of
-from mstore.search.template import Free, Template, short
+from mstore.search.samplers import Chosen, Sampler, sampler_of
+from mstore.search.template import WEIGHT, Free, Template, short
 from mstore.search.trials import SearchHead, Trial, Trials, ranked
 from mstore.snapshots import notes
 from mstore.snapshots.notes import NoteReport
@@ -43,6 +44,7 @@ KEY: Final = "search"
 """Of the note that tells the trials."""
 WINNER: Final = "winner"
 START: Final = "start"
+ALL: Final = "all"
 EXPERT: Final = "expert"
 
 
@@ -82,15 +84,29 @@ class ReportedScore(Report, frozen=True):
     """What the reporting command said of one model."""
 
     role: str
-    """winner, start (what was tried first) or expert"""
+    """winner, start (what was tried first), all (where the search began with less than all experts:
+    all of them), or expert"""
     name: str
     """the model, as the recipe or the caller names it"""
     snapshot: SnapshotId | None
-    """its snapshot; null for what was tried first, which is kept nowhere"""
+    """its snapshot; null for start and all, which are kept nowhere"""
     score: float | None
     """the score; null: the command failed"""
     error: str | None
     """why there is none"""
+
+
+class IngredientReport(Report, frozen=True):
+    """What a greedy soup found of one expert."""
+
+    expert: str
+    """the expert, as the recipe names it"""
+    alone: float | None
+    """its own score; null: the command failed"""
+    tried: float | None
+    """the score of the soup with it, of the first expert its own; null: it failed, or not tried"""
+    kept: bool | None
+    """whether it stayed in the soup; null: it was not tried, as the trials were used up"""
 
 
 class SearchedReport(Report, frozen=True):
@@ -125,6 +141,8 @@ class SearchReport(Report, frozen=True):
     """the winner"""
     new_snapshot: bool
     """false if the branch already was this merge"""
+    was: SnapshotId | None
+    """where the branch pointed before; null for a new branch"""
     plan: PlanId
     """its plan"""
     sampler: str
@@ -138,7 +156,7 @@ class SearchReport(Report, frozen=True):
     best: float
     """the winner's score"""
     first: float | None
-    """the score of what was tried first"""
+    """the score of what was tried first; null: it failed, or was less than all experts"""
     values: dict[str, float]
     """the winner's free numbers by name"""
     experts: tuple[str, ...] | None
@@ -147,6 +165,8 @@ class SearchReport(Report, frozen=True):
     """what was searched for"""
     trials: tuple[TrialReport, ...]
     """the trials, in order"""
+    ingredients: tuple[IngredientReport, ...]
+    """of a greedy soup: its experts in the order of trying them, the best ones alone first"""
     evaluated: int
     """how often the command ran for them, in all runs of this search"""
     resumed: int
@@ -158,7 +178,7 @@ class SearchReport(Report, frozen=True):
     reported_score: str
     """the score that it reports"""
     reported: tuple[ReportedScore, ...]
-    """its scores: of the winner, of what was tried first, of each expert"""
+    """its scores: of the winner, of the start or of all experts, of each expert"""
     bytes_written: int
     """bytes that the winner added to the store"""
     remarks: tuple[str, ...]
@@ -231,10 +251,11 @@ def searched(told: Iterable[NoteReport]) -> SearchedReport | None:
 
 
 class Winner(msgspec.Struct, frozen=True):
-    """The winner as a merge."""
+    """The winner as a merge.  was: where the branch pointed before; None for a new one."""
 
     snapshot: SnapshotId
     is_new: bool
+    was: SnapshotId | None
     bytes_written: int
 
 
@@ -353,8 +374,8 @@ class Search(msgspec.Struct, frozen=True):
         def planned(choice: Chosen) -> PlanId:
             return merger.plan(self.template.fill(choice.values, choice.experts))
 
-        def evaluated(snapshot: SnapshotId) -> Judgement:
-            return judgement_on(self.decides, snapshot, show, output)
+        def evaluated(snapshot: SnapshotId, job: int) -> Judgement:
+            return judgement_on(self.decides, snapshot, show, output, job=job)
 
         start_plan = planned(start)
         trials = Trials(
@@ -374,10 +395,21 @@ class Search(msgspec.Struct, frozen=True):
         merged = merger.merge(PlanId.fromhex(best.plan))
         try:
             self._note(catalog, merged.snapshot, best, done)
-            reported = self._reported(catalog, merged.snapshot, start_plan, trials, show, output)
+            is_first = done[0].plan == start_plan.hex()
+            reported = self._reported(
+                *(catalog, merged.snapshot, start_plan, trials, show, output), is_first=is_first
+            )
         finally:
             trials.drop_candidates()
-        return self._report(merged, best, done, start_plan, trials.resumed, reported)
+        return self._report(
+            merged,
+            best,
+            done,
+            first=done[0].score if is_first else None,
+            resumed=trials.resumed,
+            reported=reported,
+            ingredients=self._ingredients(sampler),
+        )
 
     def _head(self, start: PlanId) -> SearchHead:
         definition = msgspec.json.encode(self.decides.definition())
@@ -450,8 +482,10 @@ class Search(msgspec.Struct, frozen=True):
         trials: Trials,
         show: Show,
         output: int | None,
+        *,
+        is_first: bool,
     ) -> tuple[ReportedScore, ...]:
-        """Return the scores of the command that reports."""
+        """Return the scores of the command that reports.  is_first: whether the start was."""
         name = self.reports.scores[0].name
 
         def noted(role: str, called: str, snapshot: SnapshotId) -> ReportedScore:
@@ -465,7 +499,7 @@ class Search(msgspec.Struct, frozen=True):
                 lambda: evaluate(catalog, snapshot, self.reports, show, output).scores[name],
             )
 
-        def first() -> float:
+        def started() -> float:
             tried = trials.of_plan(start)
             if self.reports == self.decides and tried is not None and tried.score is not None:
                 return tried.score
@@ -473,7 +507,7 @@ class Search(msgspec.Struct, frozen=True):
             return judgement_on(self.reports, shown, show, output).scores[name]
 
         found = [noted(WINNER, self.name, winner)]
-        found.append(_scored(START, self.start_told, None, first))
+        found.append(_scored(START if is_first else ALL, self.start_told, None, started))
         for model in self.template.models:
             snapshot = catalog.resolve(snapshot_of(self.revisions.get(model, model)))
             found.append(noted(EXPERT, model, snapshot))
@@ -481,19 +515,35 @@ class Search(msgspec.Struct, frozen=True):
 
     @property
     def start_told(self) -> str:
-        """What was tried first, in words."""
-        count = len(self.template.models)
-        free = {one.parameter for one in self.template.free}
-        return f"all {count} experts, weights 1/{count}" if "weight" in free else "the start"
+        """The start, in words."""
+        told = f"all {len(self.template.models)} experts"
+        if any(one.parameter == WEIGHT for one in self.template.free):
+            told += f", weights 1/{len(self.template.models)}"
+        return told
+
+    def _ingredients(self, sampler: Sampler) -> tuple[IngredientReport, ...]:
+        # A sampler is told scores of which larger is better.
+        sign = -1 if self.minimize else 1
+        return tuple(
+            IngredientReport(
+                one.expert,
+                None if one.alone is None else sign * one.alone,
+                None if one.tried is None else sign * one.tried,
+                one.kept,
+            )
+            for one in sampler.ingredients()
+        )
 
     def _report(
         self,
         merged: Winner,
         best: Trial,
         done: Sequence[Trial],
-        start: PlanId,
+        *,
+        first: float | None,
         resumed: int,
         reported: tuple[ReportedScore, ...],
+        ingredients: tuple[IngredientReport, ...],
     ) -> SearchReport:
         assert best.plan is not None
         assert best.score is not None
@@ -505,17 +555,19 @@ class Search(msgspec.Struct, frozen=True):
             name=self.name,
             snapshot=merged.snapshot,
             new_snapshot=merged.is_new,
+            was=merged.was,
             plan=PlanId.fromhex(best.plan),
             sampler=self.sampler,
             seed=self.seed,
             score=self.score,
             minimize=self.minimize,
             best=best.score,
-            first=next((one.score for one in done if one.plan == start.hex()), None),
+            first=first,
             values=self.named(best),
             experts=best.experts,
             numbers=tuple(map(_free, self.template.free)),
             trials=tuple(map(_report_of, done)),
+            ingredients=ingredients,
             evaluated=len({one.plan for one in done if one.plan is not None}),
             resumed=resumed,
             decided_by=self.decides.key,

@@ -70,6 +70,12 @@ class Free(msgspec.Struct, frozen=True):
         middle = math.sqrt(self.low * self.high) if self.log else (self.low + self.high) / 2
         return self.rounded(middle)
 
+    def place(self, value: float) -> float:
+        """Return where in its range a value is, from 0 to 1."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
     def start(self, models: int) -> float:
         """Return what it is first: of a weight its share among so many models, else the middle."""
         return self.rounded(1 / max(models, 1)) if self.parameter == WEIGHT else self.middle

@@ -37,12 +37,12 @@ from mstore.terms.errors import BadRequest, CommandFailed, Conflict, Incompatibl
 from mstore.terms.ids import PlanId, SnapshotId
 from mstore.terms.phrases import Option, phrase
 
-_TRIAL: Final = re.compile(r"candidates/trial-[0-9]+/(.+)")
+_TRIAL: Final = re.compile(rf"candidates/{refs.TRIAL}-[0-9]+/(.+)")
 
 
 def _run(number: int) -> str:
     """Return the word that tells a trial's candidate from others for the branch."""
-    return f"trial-{number}"
+    return f"{refs.TRIAL}-{number}"
 
 
 class SearchHead(msgspec.Struct, frozen=True):
@@ -88,7 +88,8 @@ class Trial(msgspec.Struct, frozen=True):
 class Trials:
     """The trials of one search.
 
-    name: the branch that the winner is for.
+    name: the branch that the winner is for. evaluate: judges a snapshot; its second argument tells
+    those that run side by side apart, from 0.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Trials:
         head: SearchHead,
         *,
         plan: Callable[[Chosen], PlanId],
-        evaluate: Callable[[SnapshotId], Judgement],
+        evaluate: Callable[[SnapshotId, int], Judgement],
         tell: Callable[[Trial, Trial | None], None],
     ) -> None:
         self._catalog = catalog
@@ -165,7 +166,7 @@ class Trials:
             record,
             sources_of(self._catalog, plan, record),
             name=self._name,
-            message="",
+            message=f"trial {number} of a search for {self._name}",
             candidate=_run(number),
         ).snapshot
 
@@ -260,13 +261,14 @@ class Trials:
     def _try(self, plans: Mapping[int, PlanId], choices: Mapping[int, Chosen]) -> None:
         """Evaluate plans side by side; each gets its line when it is done."""
         shown = {number: self.committed(plan, number) for number, plan in plans.items()}
+        jobs = {number: job for job, number in enumerate(plans)}
 
         def tried(number: int) -> Trial:
             choice = choices[number]
             made = partial(Trial, number, plans[number].hex(), choice.values, choice.experts)
             began = time.monotonic()
             try:
-                judgement = self._evaluate(shown[number])
+                judgement = self._evaluate(shown[number], jobs[number])
             except WrongCommand:
                 raise
             except CommandFailed as error:

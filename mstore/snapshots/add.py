@@ -33,7 +33,7 @@ from mstore.store.models import models_in, paired, tensors_of
 from mstore.store.objects.manifest import File, Manifest
 from mstore.store.objects.shapes import chosen, require_same_shapes
 from mstore.store.objects.snapshot import ADD, BASE, Parent, SnapshotRecord
-from mstore.store.refs import CANDIDATE, below
+from mstore.store.refs import CANDIDATE, DOWNLOAD, below
 from mstore.store.tied import KEY, Tied, own_head, ties
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import Corrupt
@@ -111,8 +111,6 @@ class Base(msgspec.Struct, frozen=True):
 
 
 NO_BASE = Base(None, None, given=True)
-ARRIVING = "download"
-"""The run whose candidates are the files that arrived of a checkpoint from elsewhere."""
 
 
 def _small(file: SourceFile) -> bytes | None:
@@ -269,7 +267,7 @@ def add(
             candidate=candidate,
         )
         if checkpoint.origin is not None:
-            publication.drop_candidate(below(CANDIDATE, ARRIVING, name), "add")
+            publication.drop_candidate(below(CANDIDATE, DOWNLOAD, name), "add")
         # Before the commit: an error after it would report a failure of something that was done.
         recorded = _recorded_base(catalog, snapshot)
         warnings = _warnings(checkpoint, files)
@@ -331,14 +329,14 @@ def _publish_arrived(
     publication = Publication(catalog, transaction)
     publication.put(
         name,
-        branch_to_move(catalog, name, ARRIVING),
+        branch_to_move(catalog, name, DOWNLOAD),
         manifest,
         ADD,
         (),
         message="",
         action="add: not all files yet",
         origin=origin,
-        candidate=ARRIVING,
+        candidate=DOWNLOAD,
     )
     publication.commit()
 

@@ -51,6 +51,13 @@ KINDS = (BRANCH, TAG, REMOTE, CANDIDATE)
 """All kinds. Of several refs at one snapshot, people know it by that of the first kind."""
 DIRECTORIES = {REMOTE: "remotes", CANDIDATE: "candidates"}
 """Where the names of a kind begin; all other names are of branches and tags."""
+TRIAL = "trial"
+"""How the runs of a search begin: trial-N."""
+BISECT = "bisect"
+"""The run of a bisection."""
+DOWNLOAD = "download"
+"""The run whose candidates are the files that arrived of a checkpoint from elsewhere."""
+_PARTS = {rf"{TRIAL}-[0-9]+": "a search", BISECT: "a bisection", DOWNLOAD: "a download"}
 MAX_NAME_BYTES = 200
 """Of a branch or tag."""
 _MAX_PART_BYTES = 64
@@ -159,6 +166,15 @@ def is_like_id(text: str) -> bool:
 def is_candidate(name: str) -> bool:
     """Return whether this is the name of a candidate."""
     return name.startswith(f"{DIRECTORIES[CANDIDATE]}/")
+
+
+def part_of(candidate: str) -> str | None:
+    """Return what goes on that a candidate is of: a search, a bisection, a download.
+
+    None: it is a model that somebody added or merged to test it.
+    """
+    run = candidate.split("/", 2)[1]
+    return next((what for runs, what in _PARTS.items() if re.fullmatch(runs, run)), None)
 
 
 def of_remote(name: str) -> str:

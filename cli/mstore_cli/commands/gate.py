@@ -13,6 +13,7 @@ COLUMNS = (
     Column("CANDIDATE", style="green"),
     Column("SNAPSHOT", style="yellow"),
     Column("MADE"),
+    Column("PART OF"),
     Column("PASSED", sentence=True),
     Column("DID NOT PASS", sentence=True),
 )
@@ -24,9 +25,10 @@ def gate(session: Session) -> None:
 
     A gate is a command that a snapshot must pass before a branch moves to it: see --check of merge,
     add and push. The list has the refs of the store that need gates, the gates of your settings
-    with their commands, and candidates with the gates that they passed. Candidates stay until they
-    are dropped, or for the days that `mstore config reflog_days` says. The second words are
-    commands of their own.
+    with their commands, and candidates with the gates that they passed. Those that are part of a
+    search, a bisection or a download are no results, and go when it ends. Other candidates stay
+    until they are dropped, or for the days that `mstore config reflog_days` says. The second words
+    are commands of their own.
     """
     with session.open_to_look() as store:
         found = store.candidates()
@@ -48,6 +50,7 @@ def gate(session: Session) -> None:
                 one.candidate,
                 short(one.snapshot),
                 when(one.time_ns),
+                one.part_of or "-",
                 ", ".join(one.passed) or "-",
                 ", ".join(one.failed) or "-",
             )

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli.command import command
 from mstore_cli.errors import Interrupted, UsageError, remarks
-from mstore_cli.judging import Checkout, Timeout, seconds_of, show_of
+from mstore_cli.judging import Checkout, Timeout, seconds_of, showing
 from mstore_cli.options import DECIDES, HOW, REPORTS, RESULT, WHAT, Message, Option, Threads
-from mstore_cli.output import Column, Mode, Screen, short
+from mstore_cli.output import Column, Screen, short
 from mstore_cli.recipes import RecipeText, models_of_template
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_size
@@ -17,6 +17,21 @@ from mstore_cli.sizes import counted, format_size
 if TYPE_CHECKING:
     from mstore.api.reports import SearchReport, TrialReport
     from mstore.search.template import Template
+
+
+NAMED = 6
+"""The most free numbers, or experts, that a line names."""
+_VALUE = 7
+"""Letters of a sign and a value of four digits: =0.3333."""
+_LISTED = 5
+"""How many of the best trials are listed at the end."""
+_ROLES = {
+    "winner": "the winner",
+    "start": "tried first",
+    "all": "for comparison",
+    "expert": "an expert",
+}
+_KEPT = {True: "kept", False: "left out", None: "not tried"}
 
 
 @command(
@@ -40,7 +55,12 @@ def search(
     ],
     name: Annotated[
         str,
-        Option("--name", metavar="REF", help="The branch of the best merge.", group=RESULT),
+        Option(
+            "--name",
+            metavar="REF",
+            help="The branch that will point at the best merge.",
+            group=RESULT,
+        ),
     ],
     decider: Annotated[
         str | None,
@@ -71,7 +91,7 @@ def search(
             "--report-eval",
             metavar="COMMAND",
             help="The command that reports, by other examples than those that decide: on the "
-            "winner, on what was tried first, on each expert.",
+            "winner, on all experts alike, on each expert.",
             group=REPORTS,
         ),
     ] = None,
@@ -116,7 +136,9 @@ def search(
             "--jobs",
             metavar="N",
             min=1,
-            help="How many trials to evaluate side by side. Another number tries others.",
+            help="How many trials to evaluate side by side, each with its own copy of the model; "
+            "their $MSTORE_JOB is 0 to N-1, as to choose a GPU. The result is that of this seed "
+            "and N.",
             group=HOW,
         ),
     ] = 1,
@@ -132,8 +154,8 @@ def search(
     """Find the best weights of a recipe, or its best experts.
 
     Each trial is a virtual merge that the command sees as for `mstore eval`; nothing of it is
-    stored, and the best one becomes an ordinary merge. The first has weights of 1/K for K experts.
-    Of more than 16 free numbers, some become one.
+    stored, and the best one becomes an ordinary merge. Over free numbers, the first trial has
+    weights of 1/K for K experts. Of more than 16 free numbers, some become one.
 
     What decided over many trials says too much good of the winner. So another command reports, by
     examples that decided nothing.
@@ -145,41 +167,45 @@ def search(
     words = None if decider is None else _words("--eval", decider)
     report_words = None if report_eval is None else _words("--report-eval", report_eval)
 
-    def told(trial: TrialReport, best: TrialReport | None) -> None:
-        if session.output.mode is Mode.HUMAN:
-            session.output.tell(_line(trial, best))
-
     with session.open() as store:
         if words is None or score is None:
             raise _lacking(store.read_template(text.text, where=text.where), text.where)
         models = models_of_template(session, store, text)
+        template = store.read_template(text.text, where=text.where, models=models).grouped()
+
+        def told(trial: TrialReport, best: TrialReport | None) -> None:
+            session.output.tell(line_of(template, trial, best, most=trials))
+
         try:
-            report = store.search(
-                text.text,
-                words,
-                name=name,
-                score=score,
-                minimize=minimize,
-                trials=trials,
-                sampler=sampler,
-                seed=seed,
-                jobs=jobs,
-                report_command=report_words,
-                report_score=report_score,
-                same_set=same_set,
-                restart=restart,
-                where=text.where,
-                models=models,
-                message=message,
-                timeout=None if timeout is None else seconds_of(timeout),
-                show=show_of(session, checkout=checkout, keep_again=True),
-                tell=told,
-                threads=threads,
-            )
+            with showing(session, checkout=checkout) as show:
+                report = store.search(
+                    text.text,
+                    words,
+                    name=name,
+                    score=score,
+                    minimize=minimize,
+                    trials=trials,
+                    sampler=sampler,
+                    seed=seed,
+                    jobs=jobs,
+                    report_command=report_words,
+                    report_score=report_score,
+                    same_set=same_set,
+                    restart=restart,
+                    where=text.where,
+                    models=models,
+                    message=message,
+                    timeout=None if timeout is None else seconds_of(timeout),
+                    show=show,
+                    tell=told,
+                    threads=threads,
+                )
             session.settled()
         except KeyboardInterrupt as stop:
             raise Interrupted("the same command goes on from what was tried") from stop
-    session.output.emit(report, ids=[report.snapshot], human=lambda screen: _draw(screen, report))
+    session.output.emit(
+        report, ids=[report.snapshot], human=lambda screen: _draw(screen, template, report)
+    )
 
 
 def _lacking(template: Template, where: str) -> UsageError:
@@ -211,25 +237,59 @@ def _words(option: str, text: str) -> list[str]:
     return words
 
 
-def _line(trial: TrialReport, best: TrialReport | None) -> str:
-    """Return a line on a trial."""
+def line_of(template: Template, trial: TrialReport, best: TrialReport | None, *, most: int) -> str:
+    """Return a line on a trial: its number and score, the best one so far, and what was tried.
+
+    most: how many trials there will be, whose lines shall be aligned.
+    """
+    digits = len(str(most - 1))
+    told = f"trial {trial.number:>{digits}}  {_number(trial.score):>10}  best "
+    told += f"{'-':>10}" if best is None else f"{_number(best.score):>10} ({best.number:>{digits}})"
+    told += "  " + " ".join(one.ljust(width) for one, width in _cells(template, trial))
     if trial.score is None:
-        return f"trial {trial.number}: no score: {trial.error}"
-    what = (
-        " ".join(f"{value:g}" for value in trial.values)
-        if trial.experts is None
-        else " + ".join(trial.experts)
-    )
-    known = " (tried before)" if not trial.seconds else ""
-    so_far = "" if best is None else f"; best {_number(best.score)}, trial {best.number}"
-    return f"trial {trial.number}: {_number(trial.score)}{known} by {what}{so_far}"
+        told += f"  no score: {trial.error}"
+    elif not trial.seconds:
+        told += "  tried before"
+    return told.rstrip()
+
+
+def _cells(template: Template, trial: TrialReport) -> list[tuple[str, int]]:
+    """Return what a trial tried, in pieces, each with the width that it has in all lines."""
+    if trial.experts is not None:
+        return [(" ".join(_what(template, trial)), 0)]
+    widths = [len(one.name) + _VALUE for one in template.free]
+    if len(widths) > NAMED:
+        widths = [max(widths)] * NAMED
+    pieces = _what(template, trial)
+    return list(zip([*pieces, *[""] * (len(widths) - len(pieces))], widths, strict=True))
+
+
+def _what(template: Template, trial: TrialReport) -> list[str]:
+    """Return what a trial tried: its experts, or its free numbers by name.
+
+    Of more numbers than `NAMED` those that are farthest from the start, as shares of their ranges.
+    """
+    if trial.experts is not None:
+        left_out = [one for one in template.models if one not in trial.experts]
+        if len(trial.experts) > NAMED:
+            return ["all", *(("but", ", ".join(left_out)) if left_out else ())]
+        return [" + ".join(trial.experts)]
+    numbers = list(zip(template.free, trial.values, strict=True))
+    if len(numbers) > NAMED:
+        start = dict(zip(template.free, template.start(), strict=True))
+        moved = sorted(
+            (one for one in numbers if one[1] != start[one[0]]),
+            key=lambda one: -abs(one[0].place(one[1]) - one[0].place(start[one[0]])),
+        )[:NAMED]
+        numbers = [one for one in numbers if one in moved]
+    return [f"{free.name}={value:g}" for free, value in numbers] or ["the start"]
 
 
 def _number(score: float | None) -> str:
     return "-" if score is None else f"{score:.6g}"
 
 
-def _draw(screen: Screen, report: SearchReport) -> None:
+def _draw(screen: Screen, template: Template, report: SearchReport) -> None:
     done = f"merged {report.name} {short(report.snapshot)}"
     if not report.new_snapshot:
         done = f"nothing new: {report.name} holds this merge already"
@@ -237,6 +297,7 @@ def _draw(screen: Screen, report: SearchReport) -> None:
     first = "" if report.first is None else f"; the first trial had {_number(report.first)}"
     screen.fields(
         [
+            ("was", short(report.was) if report.was and report.new_snapshot else None),
             (report.score, f"{_number(report.best)}{first}"),
             ("experts", None if report.experts is None else ", ".join(report.experts)),
             *((name, f"{value:g}") for name, value in report.values.items()),
@@ -248,12 +309,16 @@ def _draw(screen: Screen, report: SearchReport) -> None:
             ("reported by", report.reported_by),
         ]
     )
+    if report.ingredients:
+        _draw_ingredients(screen, report)
+    else:
+        _draw_best(screen, template, report)
     screen.table(
         [Column("model"), Column("what it is"), Column(report.reported_score, right=True)],
         [
             (
                 one.name,
-                {"winner": "the winner", "start": "tried first", "expert": "an expert"}[one.role],
+                _ROLES[one.role],
                 _number(one.score),
             )
             for one in report.reported
@@ -264,6 +329,48 @@ def _draw(screen: Screen, report: SearchReport) -> None:
     for text in report.remarks:
         screen.line(f"remark: {text}")
     screen.command("to look at the trials", f"mstore report {report.name} -o {_page(report.name)}")
+
+
+def _draw_ingredients(screen: Screen, report: SearchReport) -> None:
+    screen.table(
+        [
+            Column("expert, the best first"),
+            Column(f"{report.score} alone", right=True),
+            Column("soup with it", right=True),
+            Column(""),
+        ],
+        [
+            (one.expert, _number(one.alone), _number(one.tried), _KEPT[one.kept])
+            for one in report.ingredients
+        ],
+    )
+
+
+def _draw_best(screen: Screen, template: Template, report: SearchReport) -> None:
+    """Print the best trials, the winner first."""
+    sign = 1 if report.minimize else -1
+    best = sorted(
+        (one for one in report.trials if one.score is not None),
+        key=lambda one: (one.plan != report.plan, sign * (one.score or 0.0)),
+    )[:_LISTED]
+    names = [one.name for one in template.free]
+    has_columns = len(names) <= NAMED and all(one.experts is None for one in best)
+    more = [Column(one, right=True) for one in names] if has_columns else [Column("by")]
+    screen.table(
+        [Column("trial", right=True), Column(report.score, right=True), *more],
+        [
+            (
+                str(one.number),
+                _number(one.score),
+                *(
+                    [f"{value:g}" for value in one.values]
+                    if has_columns
+                    else [" ".join(_what(template, one))]
+                ),
+            )
+            for one in best
+        ],
+    )
 
 
 def _page(name: str) -> str:
