@@ -63,7 +63,8 @@ def draw(screen: Screen, report: BisectReport, words: Sequence[str] = ()) -> Non
     elif report.next is not None and report.by:
         screen.line(f"bisecting {report.name}: {counted(report.left, 'unit')}{roughly(report)}")
         screen.line(f"try {report.next}: {report.probe}")
-        _draw_how(screen, report.next)
+        # The mount shows each probe in turn.
+        _draw_how(screen, f"--follow {report.next}")
     elif report.next is not None:
         screen.line(
             f"bisecting {report.name}: {counted(report.left, 'position')} left{roughly(report)}"

@@ -270,7 +270,11 @@ def noted(note: NoteReport) -> str:
     if note.kind in ("evaluation", "verdict"):
         # A command, unless somebody gave it a name.
         key = elided(key, _VALUE_WIDTH)
-    return f"{kind}{key} = {elided(note.told(), _VALUE_WIDTH)}"
+    from mstore.api.reports import searched
+
+    search = searched([note])
+    told = note.told() if search is None else search.text()
+    return f"{kind}{key} = {elided(told, _VALUE_WIDTH)}"
 
 
 def when(time_ns: int) -> str:

@@ -39,6 +39,7 @@ from mstore.terms.errors import BadRequest, CommandFailed, WrongCommand
 from mstore.terms.ids import PlanId, SnapshotId
 from mstore.terms.phrases import Option, phrase
 from mstore.terms.report import Report
+from mstore.terms.sizes import counted
 
 KEY: Final = "search"
 """Of the note that tells the trials."""
@@ -130,6 +131,12 @@ class SearchedReport(Report, frozen=True):
     """how many trials there were"""
     trials: tuple[TrialReport, ...]
     """the best of them, the best first"""
+
+    def text(self) -> str:
+        """Return what was tried, and the best score, in a line."""
+        best = self.trials[0].score if self.trials else None
+        found = "" if best is None else f"; {self.score} {best:.6g} is best"
+        return f"{self.sampler} tried {counted(self.tried, 'merge')}{found}"
 
 
 class SearchReport(Report, frozen=True):

@@ -9,7 +9,7 @@ from mstore.api.reports import searched
 from mstore.snapshots.notes import culprit_of
 from mstore.store.objects.note import EVALUATION, VERDICT
 from mstore.terms.sizes import counted
-from mstore_pages import figures, trials
+from mstore_pages import figures
 from mstore_pages.document import Cell, table
 from mstore_pages.figures import number
 from mstore_pages.markup import Child, Markup, join, tag
@@ -28,9 +28,7 @@ def told(note: NoteReport) -> str:
     it tried, and its best score."""
     search = searched([note])
     if search is not None:
-        best = search.trials[0].score if search.trials else None
-        score = "" if best is None else f" Its {search.score} is {number(best)}."
-        return f"{trials.lead(search)}{score}"
+        return search.text()
     limits = _limits(note)
     if not limits:
         whole = note.told()
