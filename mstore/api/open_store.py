@@ -357,6 +357,7 @@ class OpenStore:
                     self._cache_on_disk(self._catalog),
                     threads=thread_count(None),
                     keep_again=lambda: self.keep_again,
+                    check_always=self._verify == ALWAYS,
                 )
             return self._virtual
 

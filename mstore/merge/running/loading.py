@@ -93,6 +93,10 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
         return id, self.plain[id]
 
 
+CheckedPlaces = dict[BlockId, Location]
+"""Where raw blocks lay when they were checked against their ids."""
+
+
 def load(
     tasks: Sequence[ChunkTask],
     packs: PackReads,
@@ -100,12 +104,14 @@ def load(
     expert_meter: Meter,
     base_meter: Meter,
     moved: Moved | None = None,
+    checked: CheckedPlaces | None = None,
 ) -> list[Loaded]:
     """Read the chunks of one tensor; valid until the scratch is used again.
 
     Blocks that are adjacent in a pack are read in one call, also across chunks. moved: finds the
-    new location of blocks whose pack is gone; None if a lease protects the packs.  Raises
-    BudgetExceeded, Corrupt, StorageFailed.
+    new location of blocks whose pack is gone; None if a lease protects the packs. checked: raw
+    blocks that need no check against their ids, to which others are added once they were checked.
+    Raises BudgetExceeded, Corrupt, StorageFailed.
     """
     length = max([task.row_bytes for task in tasks])
     counts = [1 + len(task.rows) for task in tasks]
@@ -122,7 +128,7 @@ def load(
         starts.append(start + 1)
         start += count
     lasting, passing = (flat.data for flat in rows[start:].reshape(2, -1))
-    reader = _Reader(packs, scratch, moved)
+    reader = _Reader(packs, scratch, moved, checked)
     plain |= reader.read_bases(_bases(base_side).values(), lasting, base_meter)
     plain |= reader.read(base_side, plain, base_meter)
     # Experts of one family are mostly differences to the same blocks, which are read once.
@@ -236,10 +242,17 @@ def _placed(sources: Iterable[StoredBlock], room: memoryview) -> Targets:
 class _Reader:
     """Reads blocks, adjacent ones in one call, and checks each against its id."""
 
-    def __init__(self, packs: PackReads, scratch: LoadBuffers, moved: Moved | None) -> None:
+    def __init__(
+        self,
+        packs: PackReads,
+        scratch: LoadBuffers,
+        moved: Moved | None,
+        checked: CheckedPlaces | None,
+    ) -> None:
         self._packs = packs
         self._scratch = scratch
         self._moved = moved
+        self._known = checked
 
     def read(
         self, targets: Targets, bases: Mapping[BlockId, memoryview], meter: Meter
@@ -274,7 +287,11 @@ class _Reader:
     def _checked(self, run: Targets, bases: Mapping[BlockId, memoryview]) -> None:
         self._decoded(run, bases)
         for source, view in run:
-            verify(source.id, source.at, view, _base_of(source, bases))
+            known = self._known if source.at.codec == Codec.RAW else None
+            if known is None or known.get(source.id) != source.at:
+                verify(source.id, source.at, view, _base_of(source, bases))
+            if known is not None:
+                known[source.id] = source.at
 
     def _forgets(self, run: Targets) -> bool:
         """Let go of kept copies of a run that was damaged; return whether another read may differ.

@@ -28,7 +28,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import blend, count_new, tie_counts
 from mstore.merge.running.finished import Shape
-from mstore.merge.running.loading import LoadBuffers, Loaded, load, will_need
+from mstore.merge.running.loading import CheckedPlaces, LoadBuffers, Loaded, load, will_need
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.slices import TiePrefix, grant_of
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
@@ -132,7 +132,8 @@ class VirtualBlocks:
 
     keep_again: asked for each chunk, whether its blocks are kept only if they were computed before:
     the memo table tells that.  What the same plan needs again, as readers dropped it, does not
-    count.
+    count.  check_always: whether raw blocks of inputs are checked against their ids each time that
+    they are read, and not the first time only.
     """
 
     def __init__(
@@ -143,8 +144,10 @@ class VirtualBlocks:
         *,
         threads: int,
         keep_again: Callable[[], bool] = lambda: False,
+        check_always: bool = False,
     ) -> None:
         self._catalog = catalog
+        self._checked: CheckedPlaces | None = None if check_always else {}
         self._keep_again = keep_again
         self._first: dict[bytes, PlanId] = {}
         """The plan for which a chunk was computed here first, by its memo key."""
@@ -315,7 +318,13 @@ class VirtualBlocks:
                 key, task = self._chunk(tensor, number)
                 meter = tensor.meter(task)
                 (found,) = load(
-                    [task], self._catalog.packs, scratch, meter, self._base_meter, moved
+                    [task],
+                    self._catalog.packs,
+                    scratch,
+                    meter,
+                    self._base_meter,
+                    moved,
+                    self._checked,
                 )
             except (Conflict, Corrupt):
                 # Its blocks may be stored in another form since, or while, they were looked up.
