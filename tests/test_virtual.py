@@ -16,6 +16,10 @@ from families import BLOCK
 from small_models import small_model
 
 from mstore import MergeRequest, Store
+from mstore.blocks import reader
+from mstore.blocks.codecs import Codec
+from mstore.blocks.location import Location
+from mstore.merge.running import loading
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import Tasks
 from mstore.merge.virtual import blocks
@@ -24,6 +28,7 @@ from mstore.store.objects.plan import Plan
 from mstore.store.objects.tensor import VirtualTensor
 from mstore.store.view import SnapshotView
 from mstore.terms.errors import BadRequest, BudgetExceeded, Corrupt
+from mstore.terms.ids import BlockId
 
 FAMILY = families.layered(rows=160).informed(dtypes=("BF16",))
 FISHERS = families.fishers_for(["e0", "e1", "e2"], FAMILY.fisher_names)
@@ -359,6 +364,45 @@ def test_an_input_that_is_damaged(store: Store, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     assert view.tensor("model.norm.weight").shape == (37,)
     assert store.show("m").virtual
+
+
+@pytest.mark.parametrize(("verify", "is_checked_again"), [("once", False), ("always", True)])
+def test_when_an_input_is_checked(
+    verify: str,
+    is_checked_again: bool,
+    family: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A raw block that merges of one session read again is checked the first time, or always."""
+    with Store.init(tmp_path / "raw", block_size=BLOCK, codec="raw") as store:
+        for name in ("base", *FAMILY.names):
+            store.add(family / name, name=name)
+        for number, scale in enumerate((0.5, 0.6)):
+            request = {"method": "task_arithmetic", "parameters": {"lambda": scale}}
+            merged(store, f"m{number}", virtual=True, **request)
+    checked: list[BlockId] = []
+
+    def verified(id: BlockId, at: Location, *rest: Any) -> None:
+        # Blocks of one value have no bytes of their own.
+        if at.codec == Codec.RAW:
+            checked.append(id)
+        reader.verify(id, at, *rest)
+
+    monkeypatch.setattr(loading, "verify", verified)
+    with Store.open(store.path, verify=verify) as session:
+        session.cache_bytes_on_disk = 0
+        files_of(session, "m0")
+        first = len(checked)
+        assert len(set(checked)) > 20
+        files_of(session, "m1")
+        assert sorted(checked[first:]) == (sorted(checked[:first]) if is_checked_again else [])
+        every = set(checked)
+    checked.clear()
+    with Store.open(store.path, verify=verify) as session:
+        session.cache_bytes_on_disk = 0
+        files_of(session, "m1")
+    assert set(checked) == every
 
 
 def test_reads_beyond_the_plan_stop(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
