@@ -446,18 +446,25 @@ class Payloads:
 
         The only place that distinguishes the two.  Raises NotFound, Corrupt.
         """
-        try:
-            tensor = self.record(Tensor, id)
-        except NotFound as missing:
+        missing: NotFound | None = None
+        # One in memory needs no look into the index, where it is no tensor.
+        if self._records.get(bytes([VirtualTensor.kind]) + id) is None:
             try:
-                virtual = self.record(VirtualTensor, VirtualId(id))
-            except NotFound:
-                raise missing from None
-            virtual.check(f"virtual tensor {id}")
-            return virtual
-        if not tensor.fits(self.block_size):
-            tensor.check(self.block_size, f"tensor {id}")
-        return tensor
+                tensor = self.record(Tensor, id)
+            except NotFound as error:
+                missing = error
+            else:
+                if not tensor.fits(self.block_size):
+                    tensor.check(self.block_size, f"tensor {id}")
+                return tensor
+        try:
+            virtual = self.record(VirtualTensor, VirtualId(id))
+        except NotFound:
+            if missing is None:
+                raise
+            raise missing from None
+        virtual.check(f"virtual tensor {id}")
+        return virtual
 
     def manifest(self, id: ManifestId) -> Manifest:
         """Return a manifest."""

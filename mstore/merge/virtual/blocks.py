@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 
@@ -200,8 +200,9 @@ class VirtualBlocks:
         with suppress(MstoreError):
             # The worker meets the same error and reports it to the reader.
             key, task = self._chunk(found, number)
-            row = self._row(found, number, key)
-            if row is None or not self._kept.has(self._blocks(task, row)):
+            row = self._kept.row(key)
+            blocks_kept = self._blocks(found, number, task, row)
+            if blocks_kept is None or not self._kept.has(blocks_kept):
                 will_need([task], self._catalog.packs)
         blocks: Future[list[Buffer]] = Future()
         work = self._pool.submit(self._make, found, number, blocks)
@@ -257,11 +258,12 @@ class VirtualBlocks:
 
     # -- what is kept --------------------------------------------------------------------------
 
-    def _row(self, tensor: _Tensor, number: int, key: bytes) -> Remembered | None:
-        row = self._kept.row(key)
-        return row if row is not None and tensor.shape.fits(number, row) else None
-
-    def _blocks(self, task: ChunkTask, row: Remembered) -> list[ComputedBlock]:
+    def _blocks(
+        self, tensor: _Tensor, number: int, task: ChunkTask, row: Remembered | None
+    ) -> list[ComputedBlock] | None:
+        """Return the blocks of a chunk by what is remembered of it; None if that does not fit."""
+        if row is None or not tensor.shape.fits(number, row):
+            return None
         pieces = partition(task.out_bytes, self._catalog.block_size)
         return [
             ComputedBlock(id, length) for id, (_, length) in zip(row.blocks, pieces, strict=True)
@@ -270,13 +272,17 @@ class VirtualBlocks:
     def _read(self, tensor: _Tensor, number: int, made: _Made) -> list[Buffer]:
         """Return the blocks of a chunk: from the cache on disk; else computed, and in `made`."""
         key, task = self._chunk(tensor, number)
-        row = self._row(tensor, number, key)
-        kept = None if row is None else self._kept.read(self._blocks(task, row))
-        return self._compute(tensor, number, made) if kept is None else kept
+        row = self._kept.row(key)
+        named = self._blocks(tensor, number, task, row)
+        kept = None if named is None else self._kept.read(named)
+        return self._compute(tensor, number, made, {key: row}) if kept is None else kept
 
     # -- computing -----------------------------------------------------------------------------
 
-    def _compute(self, tensor: _Tensor, number: int, made: _Made) -> list[Buffer]:
+    def _compute(
+        self, tensor: _Tensor, number: int, made: _Made, known: Mapping[bytes, Remembered | None]
+    ) -> list[Buffer]:
+        """Compute a chunk.  known: what is remembered of it, by its key."""
         with tensor.prefix.counting(number) if tensor.prefix is not None else nullcontext():
             key, loaded = self._load(tensor, number, self._scratch)
             quotas, taken = self._quotas(tensor, loaded)
@@ -289,14 +295,16 @@ class VirtualBlocks:
         ]
         ids = [BlockId.of(block) for block in blocks]
         row = Remembered.of(task, ids, taken, count_new(loaded, out))
-        self._verify(tensor, number, key, row)
+        # Another key, if its blocks moved meanwhile.
+        self._verify(tensor, number, key, known[key] if key in known else self._kept.row(key), row)
         if not self._keep_again() or self._first.get(key) != tensor.plan.id:
-            made += zip(self._blocks(task, row), blocks, strict=True)
+            made += zip(map(ComputedBlock, ids, map(len, blocks)), blocks, strict=True)
         return blocks
 
-    def _verify(self, tensor: _Tensor, number: int, key: bytes, made: Remembered) -> None:
+    def _verify(
+        self, tensor: _Tensor, number: int, key: bytes, known: Remembered | None, made: Remembered
+    ) -> None:
         """Compare a chunk with what is remembered of it, or remember it.  Raises Corrupt."""
-        known = self._kept.row(key)
         if known is None:
             self._first[key] = tensor.plan.id
             self._kept.remember(key, made)
@@ -353,8 +361,8 @@ class VirtualBlocks:
         """Count the ties of a chunk that was not computed, for the quotas of a later one."""
         if tensor.reused[number]:
             return [0] * len(wanted)
-        row = self._row(tensor, number, self._chunk(tensor, number)[0])
-        if row is not None:
+        row = self._kept.row(self._chunk(tensor, number)[0])
+        if row is not None and tensor.shape.fits(number, row):
             return tensor.shape.ties(number, row)
         _, loaded = self._load(tensor, number, self._gap_scratch)
         return tie_counts(loaded, wanted)
