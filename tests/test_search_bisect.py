@@ -322,9 +322,14 @@ def test_layers_that_are_bad_only_together(tmp_path: Path) -> None:
 def test_a_base_that_is_bad_itself(tmp_path: Path) -> None:
     """If nothing makes it good, the base is tried, too, and the error names it."""
     with merged(tmp_path, experts=3) as store:
-        store.bisect_start("m", experts=True)
-        with pytest.raises(BadRequest, match="the base alone is bad"):
+        store.bisect_start("m", experts=True, layers=True)
+        with pytest.raises(BadRequest, match="the base alone is bad by this test") as bad:
             searched(store, lambda _: True)
+        assert "find a test that the base passes" in str(bad.value.hint)
+        # What each mark is of is told, for who wants to take one back.
+        probes = [mark.probe for mark in store.bisect_log().marks]
+        assert probes[-2:] == ["e0 in layer 0", "all but e0 in layer 0"]
+        assert len(probes) < 12
 
 
 def test_nothing_is_to_blame(tmp_path: Path) -> None:

@@ -109,6 +109,15 @@ def test_the_same_answers_lead_to_the_same_probes() -> None:
     assert known <= set(second.asked)
 
 
+@pytest.mark.parametrize("count", [3, 8, 20, 256])
+def test_nothing_at_all_is_bad_too(count: int) -> None:
+    """If everything is bad, none at all is tried once a unit and all others are, and that is all."""
+    probes = Probes(lambda units: True)
+    find(range(count), probes)
+    assert probes.asked[-1] == frozenset()
+    assert len(probes.asked) <= 12
+
+
 def test_few_units_are_all_left_out() -> None:
     """Of up to eight, each is left out once: a table of all of them."""
     probes = Probes(lambda units: 2 in units)

@@ -12,7 +12,7 @@ tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -35,7 +35,7 @@ from mstore.store.plans import plan_of, sources_of
 from mstore.store.transaction import drop_ref
 from mstore.terms.errors import BadRequest, CommandFailed, Conflict, NotFound
 from mstore.terms.ids import Revision, SnapshotId
-from mstore.terms.phrases import Option, call, phrase
+from mstore.terms.phrases import Option, call, joined, phrase
 from mstore.terms.report import Report
 
 RUN: Final = refs.BISECT
@@ -150,6 +150,8 @@ class BisectMark(Report, frozen=True):
     """good, bad or skip"""
     snapshot: SnapshotId | None
     """the snapshot; null: the units of a merge that were tried then"""
+    probe: str | None
+    """over a merge: what was tried, in words"""
 
 
 class BisectLog(Report, frozen=True):
@@ -312,18 +314,14 @@ class _Units:
             return self._answers[units]
 
         try:
-            found = find(self._units, ask)
-            if found.culprits and (len(found.culprits) > 1 or found.rest in (Answer.BAD, None)):
-                # Everything is bad alone: perhaps nothing at all is, too.
-                ask(frozenset())
+            return find(self._units, ask)
         except _Untried as untried:
             return untried.units
-        return found
 
     def mark(self, answer: Answer, revision: Revision | None) -> Mark:
         found = self._found()
         if isinstance(found, Blamed):
-            raise BadRequest("nothing is tried now", hint=call("bisect_status"))
+            raise BadRequest("what is to blame is found already", hint=call("bisect_status"))
         if revision is not None and str(revision) != CANDIDATE:
             raise BadRequest(
                 "over the units of a merge, a mark is of what is tried now", where=str(revision)
@@ -337,9 +335,10 @@ class _Units:
             drop_ref(self._catalog, CANDIDATE, RUN)
             if self._answers.get(frozenset()) is Answer.BAD:
                 raise BadRequest(
-                    "the base alone is bad, without any expert",
+                    "the base alone is bad by this test, so it cannot tell which part of the "
+                    "merge is to blame",
                     where=self._sources.base.name,
-                    hint=call("bisect_reset"),
+                    hint=joined("find a test that the base passes", call("bisect_reset")),
                 )
             culprits = tuple(
                 CulpritReport(tuple(map(self._named, units)), alone.value)
@@ -348,15 +347,18 @@ class _Units:
             rest = None if found.rest is None else found.rest.value
             return replace(report, is_done=True, culprits=culprits, rest=rest)
         self._show(found)
-        tried = tuple(self._named(one) for one in self._units if one in found)
         return replace(
             report,
             next=CANDIDATE,
             left=len(self._units),
             steps=probes_left(self._units, self._answers),
-            tried=tried,
-            probe=of_probe(tried, [self._named(one) for one in self._units]),
+            tried=tuple(self._named(one) for one in self._units if one in found),
+            probe=self.probe(found),
         )
+
+    def probe(self, units: Iterable[Unit]) -> str:
+        """Return in words what is tried with these units."""
+        return of_probe(map(self._named, units), [self._named(one) for one in self._units])
 
     def _named(self, unit: Unit) -> tuple[str | None, str | None]:
         expert = None if unit.expert is None else self._sources.experts[unit.expert].name
@@ -531,6 +533,7 @@ class Bisection:
     def log(self) -> BisectLog:
         """Return what is bisected, and the marks."""
         start, marks = self._read()
+        subject = _Units(self._catalog, start, marks) if start.by else None
         return BisectLog(
             name=start.name,
             snapshot=SnapshotId.fromhex(start.snapshot),
@@ -539,6 +542,9 @@ class Bisection:
                 BisectMark(
                     one.answer.value,
                     None if one.snapshot is None else SnapshotId.fromhex(one.snapshot),
+                    None
+                    if subject is None
+                    else subject.probe(Unit(*unit) for unit in one.units or ()),
                 )
                 for one in marks
             ),

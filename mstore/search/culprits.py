@@ -57,7 +57,8 @@ def find(units: Sequence[Unit], ask: Callable[[frozenset[Unit]], Answer]) -> Bla
     """Return which units are to blame, if all together are bad and none at all are good.
 
     ask: tries these units without the others.  It is asked once for each set.  All together are
-    tried only if no smaller set was bad.
+    tried only if no smaller set was bad; and none at all if one set is bad and all else is, too:
+    if none at all is bad, the search ends, for then everything is.
     """
     search = _Search(units, ask)
     culprits: list[tuple[Unit, ...]] = []
@@ -69,6 +70,8 @@ def find(units: Sequence[Unit], ask: Callable[[frozenset[Unit]], Answer]) -> Bla
         culprits.append(tuple(found))
         left = [one for one in left if one not in found]
         rest = search.answer(left) if left else None
+        if rest in (None, Answer.BAD) and search.is_none_bad():
+            break
     if not culprits:
         good = search.whole is Answer.GOOD
         return Blamed((), (), Answer.GOOD if good else Answer.SKIPPED)
@@ -125,6 +128,7 @@ class _Search(Generic[Unit]):
         }
         self.whole: Answer | None = None
         """What all units together are, once they were tried."""
+        self._none: Answer | None = None
 
     def answer(self, units: Collection[Unit]) -> Answer:
         """Return what these units are without the others."""
@@ -141,6 +145,12 @@ class _Search(Generic[Unit]):
         if self.whole is None:
             self.whole = self._ask(frozenset(self._units))
         return self.whole is Answer.BAD
+
+    def is_none_bad(self) -> bool:
+        """Return whether it is bad without any unit, which nobody said so far."""
+        if self._none is None:
+            self._none = self._ask(frozenset())
+        return self._none is Answer.BAD
 
     def culprit(self, units: Sequence[Unit]) -> list[Unit] | None:
         """Return a smallest set that is bad, of units that are; None if no probe tells."""

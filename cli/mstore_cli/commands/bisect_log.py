@@ -21,11 +21,9 @@ def bisect_log(session: Session) -> None:
     def human(screen: Screen) -> None:
         screen.line(f"# bad: {log.snapshot.hex()} {log.name}")
         begun = ["start", short(log.snapshot), *(f"--{one}" for one in log.by)]
-        said = [
-            [mark.answer, *([] if mark.snapshot is None else [short(mark.snapshot)])]
-            for mark in log.marks
-        ]
-        for words in (begun, *said):
-            screen.line(shlex.join(words))
+        screen.line(shlex.join(begun))
+        for mark in log.marks:
+            of = f"  # {mark.probe}" if mark.snapshot is None else f" {short(mark.snapshot)}"
+            screen.line(f"{mark.answer}{of}")
 
     session.output.emit(log, ids=[log.snapshot], human=human)
