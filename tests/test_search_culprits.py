@@ -111,7 +111,7 @@ def test_the_same_answers_lead_to_the_same_probes() -> None:
 
 @pytest.mark.parametrize("count", [3, 8, 20, 256])
 def test_nothing_at_all_is_bad_too(count: int) -> None:
-    """If everything is bad, none at all is tried once a unit and all others are, and that is all."""
+    """If everything is bad, none at all is tried once a unit and its complement are: the end."""
     probes = Probes(lambda units: True)
     find(range(count), probes)
     assert probes.asked[-1] == frozenset()
