@@ -265,6 +265,7 @@ def searched(
     report, probes = store.bisect_status(), 0
     while report.next is not None:
         assert report.next == CANDIDATE
+        assert store.show(CANDIDATE).message == f"a probe of a bisection: {report.probe}"
         told = "bad" if is_bad(store[report.next].load()) else "good"
         report = store.bisect_mark("skip" if probes == skipped else told)
         probes += 1

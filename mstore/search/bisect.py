@@ -371,7 +371,8 @@ class _Units:
             plan_of_units(self._catalog, self._plan, units),
             self._sources,
             name=PROBE,
-            message="",
+            # Its recipe is that of the whole merge: what is left out is in the plan only.
+            message=f"a probe of a bisection: {self.probe(units)}",
             candidate=RUN,
         )
 
