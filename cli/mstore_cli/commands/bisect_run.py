@@ -8,7 +8,7 @@ from mstore_cli.bisecting import roughly, tell
 from mstore_cli.command import command
 from mstore_cli.commands.bisect_start import Experts, Good, Layers
 from mstore_cli.errors import UsageError
-from mstore_cli.judging import Checkout, Timeout, Words, output_of, seconds_of, show_of
+from mstore_cli.judging import Checkout, Timeout, Words, output_of, seconds_of, showing
 from mstore_cli.options import Revision
 from mstore_cli.session import Session
 
@@ -53,7 +53,7 @@ def bisect_run(
         tried = (report.next or "")[:12] if report.probe is None else report.probe
         session.output.tell(f"{tried}: {judged}{roughly(report, 1)}")
 
-    with session.open() as store:
+    with session.open() as store, showing(session, checkout=checkout) as show:
         report = store.bisect_run(
             revision,
             words,
@@ -61,7 +61,7 @@ def bisect_run(
             experts=experts,
             layers=layers,
             timeout=None if timeout is None else seconds_of(timeout),
-            show=show_of(session, checkout=checkout),
+            show=show,
             output=output_of(session),
             tell=told,
         )
