@@ -293,17 +293,9 @@ class _Card:
 
     def _on_hub(self, id: SnapshotId) -> Origin | None:
         """Return where a model is on the Hub, or else its nearest base."""
-
-        def bases(record: SnapshotRecord) -> list[SnapshotId]:
-            return [one.snapshot_id() for one in record.parents if one.role == records.BASE]
-
-        lineage = self._catalog.nearest_first(id, bases)
+        lineage = self._catalog.nearest_first(id, lambda record: record.of_role(records.BASE))
         origins = (record.origin for _, record in islice(lineage, _MOST_ANCESTORS))
-        return next((one for one in origins if one is not None and _is_page(one.url)), None)
-
-
-def _is_page(url: str) -> bool:
-    return urlsplit(url).scheme in ("http", "https")
+        return next((one for one in origins if one is not None and one.model), None)
 
 
 def _keys_in(lines: Iterable[str]) -> Iterator[str]:

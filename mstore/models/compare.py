@@ -40,7 +40,7 @@ from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input
 from mstore.store.objects.shapes import EMBEDDINGS, layers_of, matching, parts_of, require_matches
-from mstore.store.objects.snapshot import BASE, SnapshotRecord
+from mstore.store.objects.snapshot import BASE
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import ID_BYTES, ManifestId, SnapshotId, TensorId
@@ -426,11 +426,8 @@ def common_base(catalog: Catalog, models: Sequence[SnapshotId]) -> SnapshotId | 
 
 def _line(catalog: Catalog, id: SnapshotId) -> list[tuple[SnapshotId, ManifestId]]:
     """Return a snapshot, its base, the base of that, and so on, as far as they are stored."""
-
-    def bases(record: SnapshotRecord) -> list[SnapshotId]:
-        return [parent.snapshot_id() for parent in record.parents if parent.role == BASE]
-
-    return [(one, record.manifest_id()) for one, record in catalog.nearest_first(id, bases)]
+    line = catalog.nearest_first(id, lambda record: record.of_role(BASE))
+    return [(one, record.manifest_id()) for one, record in line]
 
 
 # -- the report ------------------------------------------------------------------------------------

@@ -146,8 +146,7 @@ def equal_chunks(
 
 
 def _bases(catalog: Catalog, id: SnapshotId) -> set[SnapshotId]:
-    parents = catalog.snapshot(id).parents
-    return {parent.snapshot_id() for parent in parents if parent.role == BASE}
+    return set(catalog.snapshot(id).of_role(BASE))
 
 
 def _relative(

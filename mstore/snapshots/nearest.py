@@ -530,7 +530,7 @@ def _candidates(catalog: Catalog, declared: Sequence[Declared], most: int) -> li
             continue
         with suppress(NotFound, Corrupt):
             record = records[id] = catalog.snapshot(id)
-            base = next((p.snapshot_id() for p in record.parents if p.role == BASE), None)
+            base = next(iter(record.of_role(BASE)), None)
             if base is not None:
                 bases[id] = base
                 pending.append(base)

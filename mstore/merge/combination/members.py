@@ -147,7 +147,7 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Adapt
         raise Incompatible("has two products for one module", where=name)
     for module, product in products.items():
         _require_matrices(module, product, config, name)
-    bases = tuple(one.snapshot_id() for one in snapshot.parents if one.role == BASE)
+    bases = tuple(snapshot.of_role(BASE))
     return AdapterMember(name, id, weight, config, products, unchanged, settings, bases)
 
 

@@ -146,8 +146,7 @@ def adapters_of_other_bases(
     for expert, source in _models(plan, sources):
         if not is_adapter(tensors_of(catalog, catalog.manifest(expert.manifest_id()))):
             continue
-        parents = catalog.snapshot(source.snapshot_id()).parents
-        bases = [one.snapshot_id() for one in parents if one.role == BASE]
+        bases = catalog.snapshot(source.snapshot_id()).of_role(BASE)
         contents = [catalog.snapshot(id).manifest_id() for id in bases]
         if contents and plan.base_id() not in contents:
             names = {ref.snapshot_id(): name for name, ref in catalog.refs().items()}

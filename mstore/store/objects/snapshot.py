@@ -68,6 +68,10 @@ class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
     def id(self) -> SnapshotId:
         return SnapshotId.of(self.encode())
 
+    def of_role(self, role: str) -> list[SnapshotId]:
+        """Return its parents of a role."""
+        return [one.snapshot_id() for one in self.parents if one.role == role]
+
     def problem(self, limits: RecordLimits) -> str | None:
         roles = [parent.role for parent in self.parents]
         if not set(roles) <= set(ROLES):
