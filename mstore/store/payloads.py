@@ -446,25 +446,23 @@ class Payloads:
 
         The only place that distinguishes the two.  Raises NotFound, Corrupt.
         """
-        missing: NotFound | None = None
         # One in memory needs no look into the index, where it is no tensor.
-        if self._records.get(bytes([VirtualTensor.kind]) + id) is None:
-            try:
-                tensor = self.record(Tensor, id)
-            except NotFound as error:
-                missing = error
-            else:
-                if not tensor.fits(self.block_size):
-                    tensor.check(self.block_size, f"tensor {id}")
-                return tensor
+        known = self._records.get(bytes([VirtualTensor.kind]) + id)
+        if isinstance(known, VirtualTensor):
+            known.check(f"virtual tensor {id}")
+            return known
         try:
-            virtual = self.record(VirtualTensor, VirtualId(id))
-        except NotFound:
-            if missing is None:
-                raise
-            raise missing from None
-        virtual.check(f"virtual tensor {id}")
-        return virtual
+            tensor = self.record(Tensor, id)
+        except NotFound as missing:
+            try:
+                virtual = self.record(VirtualTensor, VirtualId(id))
+            except NotFound:
+                raise missing from None
+            virtual.check(f"virtual tensor {id}")
+            return virtual
+        if not tensor.fits(self.block_size):
+            tensor.check(self.block_size, f"tensor {id}")
+        return tensor
 
     def manifest(self, id: ManifestId) -> Manifest:
         """Return a manifest."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 
@@ -200,9 +200,8 @@ class VirtualBlocks:
         with suppress(MstoreError):
             # The worker meets the same error and reports it to the reader.
             key, task = self._chunk(found, number)
-            row = self._kept.row(key)
-            blocks_kept = self._blocks(found, number, task, row)
-            if blocks_kept is None or not self._kept.has(blocks_kept):
+            named = self._blocks(found, number, task, self._kept.row(key))
+            if named is None or not self._kept.has(named):
                 will_need([task], self._catalog.packs)
         blocks: Future[list[Buffer]] = Future()
         work = self._pool.submit(self._make, found, number, blocks)
@@ -275,14 +274,14 @@ class VirtualBlocks:
         row = self._kept.row(key)
         named = self._blocks(tensor, number, task, row)
         kept = None if named is None else self._kept.read(named)
-        return self._compute(tensor, number, made, {key: row}) if kept is None else kept
+        return self._compute(tensor, number, made, row) if kept is None else kept
 
     # -- computing -----------------------------------------------------------------------------
 
     def _compute(
-        self, tensor: _Tensor, number: int, made: _Made, known: Mapping[bytes, Remembered | None]
+        self, tensor: _Tensor, number: int, made: _Made, known: Remembered | None
     ) -> list[Buffer]:
-        """Compute a chunk.  known: what is remembered of it, by its key."""
+        """Compute a chunk.  known: what is remembered of it."""
         with tensor.prefix.counting(number) if tensor.prefix is not None else nullcontext():
             key, loaded = self._load(tensor, number, self._scratch)
             quotas, taken = self._quotas(tensor, loaded)
@@ -295,8 +294,7 @@ class VirtualBlocks:
         ]
         ids = [BlockId.of(block) for block in blocks]
         row = Remembered.of(task, ids, taken, count_new(loaded, out))
-        # Another key, if its blocks moved meanwhile.
-        self._verify(tensor, number, key, known[key] if key in known else self._kept.row(key), row)
+        self._verify(tensor, number, key, known, row)
         if not self._keep_again() or self._first.get(key) != tensor.plan.id:
             made += zip(map(ComputedBlock, ids, map(len, blocks)), blocks, strict=True)
         return blocks
