@@ -157,7 +157,7 @@ def broken(work: Path, store: Store, family: Path) -> None:
 
 
 def found(work: Path, store: Store, by: tuple[str, ...], seconds: float) -> dict[str, Any]:
-    """One bisection, in words what it found."""
+    """One bisection: what it took, and what it found."""
     judge = [sys.executable, str(work / "judge.py"), "{}"]
     done = store.mstore("--json", "bisect", "run", *by, "m", "--", *judge)
     told = json.loads(done.output)

@@ -270,11 +270,18 @@ def noted(note: NoteReport) -> str:
     if note.kind in ("evaluation", "verdict"):
         # A command, unless somebody gave it a name.
         key = elided(key, _VALUE_WIDTH)
-    from mstore.api.reports import searched
+    return f"{kind}{key} = {elided(_told(note), _VALUE_WIDTH)}"
 
-    search = searched([note])
-    told = note.told() if search is None else search.text()
-    return f"{kind}{key} = {elided(told, _VALUE_WIDTH)}"
+
+def _told(note: NoteReport) -> str:
+    from mstore.snapshots.notes import SEARCH
+
+    search = None
+    if note.key == SEARCH:
+        from mstore.api.reports import searched  # late: few stores have searches
+
+        search = searched([note])
+    return note.told() if search is None else search.text()
 
 
 def when(time_ns: int) -> str:

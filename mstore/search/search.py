@@ -41,8 +41,6 @@ from mstore.terms.phrases import Option, phrase
 from mstore.terms.report import Report
 from mstore.terms.sizes import counted
 
-KEY: Final = "search"
-"""Of the note that tells the trials."""
 WINNER: Final = "winner"
 START: Final = "start"
 ALL: Final = "all"
@@ -250,7 +248,7 @@ class _Note(msgspec.Struct, frozen=True):
 
 def searched(told: Iterable[NoteReport]) -> SearchedReport | None:
     """Return what the notes of a snapshot tell of the search that made it; None for no search."""
-    value = next((one.value for one in told if (one.kind, one.key) == (VALUE, KEY)), None)
+    value = next((one.value for one in told if (one.kind, one.key) == (VALUE, notes.SEARCH)), None)
     try:
         return msgspec.convert(value, _Note).report()
     except msgspec.ValidationError:
@@ -443,7 +441,7 @@ class Search(msgspec.Struct, frozen=True):
                 self.decides, {self.score: best.score}, 0, best.seconds, best.results
             ).value()
             judged(catalog, winner, self.decides.key, value, EVALUATION, passed=False)
-        notes.write(catalog, winner, {KEY: self._told(done)}, VALUE)
+        notes.write(catalog, winner, {notes.SEARCH: self._told(done)}, VALUE)
 
     def _told(self, done: Sequence[Trial]) -> dict[str, Any]:
         """Return the value of the note: of too many trials the best ones."""

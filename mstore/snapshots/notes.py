@@ -144,6 +144,8 @@ def _number(score: object) -> str:
 
 # -- reading -------------------------------------------------------------------------------------
 
+SEARCH: Final = "search"
+"""The key of what a search tried to find its winner (`mstore.search.search`)."""
 CULPRIT: Final = "culprit: "
 """How the keys begin of what bisections found of a merge, in words."""
 
