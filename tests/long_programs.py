@@ -86,6 +86,18 @@ def program(store: Path) -> Iterator[Any]:
             process.kill()
 
 
+def announced(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a server with --json says when it answers: an object of several lines."""
+    assert process.stdout is not None
+    said = ""
+    while not said.endswith("}\n"):
+        piece = process.stdout.readline()
+        assert piece, process.communicate()[1]
+        said += piece
+    found: dict[str, Any] = json.loads(said)
+    return found
+
+
 @contextmanager
 def server(store: Path) -> Iterator[Any]:
     """A server, and a function that returns the names of the refs that it shows."""
@@ -94,13 +106,7 @@ def server(store: Path) -> Iterator[Any]:
         [*line, "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         try:
-            assert process.stdout is not None
-            said = ""
-            while not said.endswith("}\n"):
-                piece = process.stdout.readline()
-                assert piece, "the server ended"
-                said += piece
-            url = json.loads(said)["url"]
+            url = announced(process)["url"]
 
             def served() -> list[str]:
                 with urlopen(f"{url.rstrip('/')}/refs", timeout=60) as answer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import random
 import re
 import signal
@@ -20,6 +19,7 @@ import pytest
 from checkpoints import write_safetensors
 from cli_runs import Program, unheard
 from http_server import taken
+from long_programs import announced
 
 from mstore_cli import reference
 from mstore_cli.commands import serve as command
@@ -70,13 +70,7 @@ def started(
         text=True,
     )
     try:
-        assert process.stdout is not None
-        said = ""
-        while not said.endswith("}\n"):
-            piece = process.stdout.readline()
-            assert piece, process.communicate()[1]
-            said += piece
-        yield process, json.loads(said)
+        yield process, announced(process)
     finally:
         process.kill()
         process.communicate()
