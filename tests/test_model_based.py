@@ -345,21 +345,20 @@ class Stories(RuleBasedStateMachine):
             self._look_at(snapshot)
 
     def _with_papers(self, snapshot: SnapshotId, files: Files) -> Files:
-        """A merge's files: a card and a recipe of its own; its base's only if it is its base.
+        """A merge's files: a card and a recipe of its own.
 
-        The recipe is the one that the store tells, if a recipe can state the merge. If none can,
-        there is none: that of a base that is a merge itself is not this merge's.
+        The recipe is the one that the store tells. If none can state the merge, there is none: that
+        of a base that is a merge itself is never this merge's.
         """
         view = self._store.view(snapshot)
+        files = {path: data for path, data in files.items() if path != MERGEKIT}
         if MERGEKIT in view.files:
-            assert MERGEKIT not in files
             recipe = by_ids(self._store.recipe(str(snapshot))).encode()
             assert b"".join(view.stream(MERGEKIT)) == recipe
-            files = files | {MERGEKIT: recipe}
-        elif MERGEKIT in files:
+            files[MERGEKIT] = recipe
+        else:
             with pytest.raises(BadRequest, match="no recipe can state this merge"):
                 self._store.recipe(str(snapshot))
-            files = {path: data for path, data in files.items() if path != MERGEKIT}
         if CARD not in view.files:
             assert CARD not in files
             return files
