@@ -127,7 +127,8 @@ class ComparedSums(msgspec.Struct):
     """ComparedSums over some tensors, of the base, each of K models, and each two of them.
 
     base, squares: of norms; None if unknown. products: with their variances, None if unknown.
-    blocks, equal, shared: numbers of blocks: all, the base's, the same in both.
+    blocks, equal, shared: numbers of blocks: all, the base's, the same in both. products and shared
+    are empty where they were not asked for.
     """
 
     base: float | None
@@ -249,7 +250,7 @@ def comparable(
 class Measure:
     """ComparedSums over each of some tensors.  Used by one thread.
 
-    products: whether to take them, too. meter: counts the bytes of models that are read.
+    products: whether to take those of each two models, too. meter: counts the bytes of models read.
     """
 
     def __init__(
@@ -287,13 +288,11 @@ class Measure:
             if self._products:
                 two = [pair for ids in sides.values() for pair in itertools.combinations(ids, 2)]
                 apart = known_apart(self._statistics, two)
-            for name, square in zip(batch, squares, strict=True):
-                ids = [bases[name], *sides[name]]
-                records = self._inputs.records(ids)
-                yield (
-                    name,
-                    self._tensor(list(zip(ids, records, strict=True)), rows, bounds, apart, square),
-                )
+            every = [(bases[name], *sides[name]) for name in batch]
+            records = iter(self._inputs.records([id for ids in every for id in ids]))
+            for name, ids, square in zip(batch, every, squares, strict=True):
+                own = [(id, next(records)) for id in ids]
+                yield name, self._tensor(own, rows, bounds, apart, square)
 
     def _tensor(
         self,
@@ -324,13 +323,14 @@ class Measure:
 
             square = measure_squares(self._catalog, base, self._pool)
             self._statistics.put_squares(base_id, square)
+        two = _pairs(len(models)) if self._products else []
         return ComparedSums(
             square if square is not None and math.isfinite(square) else None,
             squares,
-            self._all_products(models, squares, found, apart),
+            self._all_products(models, squares, found, apart) if two else [],
             base.block_count(),
             [_equal(sides[0], one) for one in models],
-            [_equal(models[i], models[j]) for i, j in _pairs(len(models))],
+            [_equal(models[i], models[j]) for i, j in two],
         )
 
     def _all_products(
@@ -346,7 +346,7 @@ class Measure:
         for i, j in _pairs(len(models)):
             one, other = squares[i], squares[j]
             product: tuple[float, float] | None = None
-            if self._products and one is not None and other is not None:
+            if one is not None and other is not None:
                 distance = apart.get((models[i][0], models[j][0]))
                 if not one or not other:
                     product = 0.0, 0.0

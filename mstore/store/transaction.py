@@ -261,23 +261,25 @@ class Transaction:
         For a virtual tensor that is its record; `rely_on_inputs` covers what it is computed from.
         Raises NotFound for a tensor that is neither, Conflict if it was stored and is no longer.
         """
+        stored = []
         for file in manifest.files:
             for part in file.parts:
                 id = part.tensor_id()
                 if (Kind.TENSOR, id) in self._own_records:
                     self._rely_on_blocks(cast("Tensor", self._records[Kind.TENSOR, id]))
-                    continue
-                if (Kind.VIRTUAL, id) in self._own_records:
-                    continue
-                try:
-                    content = self._catalog.content(id)
-                except NotFound:
-                    if not self._relied_records.isdisjoint({(Kind.TENSOR, id), (Kind.VIRTUAL, id)}):
-                        _require_unmoved([id])
-                    raise
-                self._relied_records.add((type(content).kind, id))
-                if isinstance(content, Tensor):
-                    self._rely_on_blocks(content)
+                elif (Kind.VIRTUAL, id) not in self._own_records:
+                    stored.append(id)
+        self._catalog.preload_tensors(stored)
+        for id in stored:
+            try:
+                content = self._catalog.content(id)
+            except NotFound:
+                if not self._relied_records.isdisjoint({(Kind.TENSOR, id), (Kind.VIRTUAL, id)}):
+                    _require_unmoved([id])
+                raise
+            self._relied_records.add((type(content).kind, id))
+            if isinstance(content, Tensor):
+                self._rely_on_blocks(content)
 
     def rely_on_inputs(self, plan: Plan) -> None:
         """Require all that a plan may read to be stored, for publishing a virtual merge."""

@@ -8,7 +8,6 @@ lineage: no block is read, and what is not known draws no warning.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Final
@@ -323,21 +322,21 @@ def _of(plan: Plan, sources: PlanInputs, k: int) -> Iterator[tuple[str, str]]:
     if all(operation.given[k] == 0 for operation in used):
         yield NO_WEIGHT, f"{name} has weight 0, so nothing of it is in the merge"
         return
-    counts = Counter(state for tensor in plan.tensors for state in tensor.states[k])
-    if counts[READ] or counts[SHARED]:
+    states = b"".join([tensor.states[k] for tensor in plan.tensors])
+    if READ in states or SHARED in states:
         return
-    if counts[OMITTED] and plan.budget is None and plan.criteria.expert_budget is None:
+    if OMITTED in states and plan.budget is None and plan.criteria.expert_budget is None:
         yield (
             LEFT_OUT,
             f"{name} contributes nothing: the error limit allows all of it to be left out",
         )
-    elif counts[OMITTED]:
+    elif OMITTED in states:
         yield OVER_BUDGET, f"{name} contributes nothing: the budget leaves all of it out"
-    elif counts[DROPPED]:
+    elif DROPPED in states:
         yield OVER_BUDGET, f"{name} contributes nothing: all of it is outside the top-p share"
-    elif counts[BELOW]:
+    elif BELOW in states:
         yield TRIMMED, f"{name} contributes nothing: none of it reaches the result"
-    elif counts[EQUAL] == counts.total():
+    elif not states.strip(bytes((EQUAL,))):
         yield (
             EQUALS_BASE,
             (

@@ -551,6 +551,10 @@ def _work_of(task: ChunkTask) -> int:
     return task.out_bytes + task.n * (item_size(task.base.dtype) + sides)
 
 
+_BLOCKS_TOGETHER: Final = 1 << 10
+"""Blocks of the output that are looked up together, or those of one tensor."""
+
+
 class WorkList:
     """All work of one run, and its results.  Belongs to one thread.
 
@@ -583,13 +587,19 @@ class WorkList:
         self.jobs: dict[str, Job] = {}
 
     def slices(self) -> Iterator[Slice]:
-        """Yield the work, large tensors first; fill in jobs with every chunk that needs none."""
+        """Yield the work, large tensors first; fill in jobs with every chunk that needs none.
+
+        Tensors are looked up together: first few, for which the computing threads wait, then more.
+        """
         jobs: list[Job] = []
+        blocks, enough = 0, 2
         for job in self._ordered():
             jobs.append(job)
-            if _is_enough(jobs):
+            blocks += job.shape.blocks
+            if len(jobs) >= TOGETHER or blocks >= enough:
                 yield from self._cut(jobs)
-                jobs = []
+                jobs, blocks = [], 0
+                enough = min(2 * enough, _BLOCKS_TOGETHER)
         yield from self._cut(jobs)
         yield from self._cutter.rest()
 
@@ -683,11 +693,6 @@ class WorkList:
         self._done += length
         if self._progress is not None:
             self._progress(Progress("merge", self._done, max(self._total, self._done)))
-
-
-def _is_enough(jobs: Sequence[Job]) -> bool:
-    """Return whether to look these up now: many jobs, or one large one, which must not wait."""
-    return len(jobs) >= TOGETHER or jobs[-1].shape.blocks > 1
 
 
 def coverage(plan: Plan, jobs: Sequence[Job]) -> Coverage:
