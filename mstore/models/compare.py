@@ -127,8 +127,8 @@ class ComparedSums(msgspec.Struct):
     """ComparedSums over some tensors, of the base, each of K models, and each two of them.
 
     base, squares: of norms; None if unknown. products: with their variances, None if unknown.
-    blocks, equal, shared: numbers of blocks: all, the base's, the same in both. products and shared
-    are empty where they were not asked for.
+    blocks, equal, shared: numbers of blocks: all, the base's, the same in both. Without products,
+    equal and shared are empty, too.
     """
 
     base: float | None
@@ -250,7 +250,8 @@ def comparable(
 class Measure:
     """ComparedSums over each of some tensors.  Used by one thread.
 
-    products: whether to take those of each two models, too. meter: counts the bytes of models read.
+    products: whether to take those of each two models, too, and count equal blocks. meter: counts
+    the bytes of models that are read.
     """
 
     def __init__(
@@ -323,14 +324,16 @@ class Measure:
 
             square = measure_squares(self._catalog, base, self._pool)
             self._statistics.put_squares(base_id, square)
-        two = _pairs(len(models)) if self._products else []
+        square = square if square is not None and math.isfinite(square) else None
+        if not self._products:
+            return ComparedSums(square, squares, [], base.block_count(), [], [])
         return ComparedSums(
-            square if square is not None and math.isfinite(square) else None,
+            square,
             squares,
-            self._all_products(models, squares, found, apart) if two else [],
+            self._all_products(models, squares, found, apart),
             base.block_count(),
             [_equal(sides[0], one) for one in models],
-            [_equal(models[i], models[j]) for i, j in two],
+            [_equal(models[i], models[j]) for i, j in _pairs(len(models))],
         )
 
     def _all_products(
