@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.ids import ID_BYTES, BlockId, PackId
 
-SHAPES = {"8 B": (4096, 14336, 1024), "405 B": (16384, 53248, 1024)}
 STORED = 160_000
 """Bytes at rest of a block."""
 PACK_BLOCKS = 4096
@@ -66,9 +66,7 @@ def anonymous() -> int:
 
 def make(work: Path, size: str, layers: int, experts: int) -> None:
     """A store whose rows, records and statistics are those of a family, and a remote with it."""
-    planning.HIDDEN, planning.INNER, planning.KEYS = SHAPES[size]
-    planning.LAYERS = layers
-    planning.make(work / "store", experts)
+    planning.make(work / "store", experts, replace(planning.SIZES[size], layers=layers))
     url = (work / "remote").as_uri()
     with Store.init(work / "small") as store:
         store.add(model(work / "model", 0), name="small")
@@ -418,7 +416,7 @@ def once(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("work", type=Path)
-    parser.add_argument("--size", choices=sorted(SHAPES), default="8 B")
+    parser.add_argument("--size", choices=sorted(planning.SIZES), default="8 B")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--experts", type=int, default=20)
     parser.add_argument("--budget", default="10%")

@@ -28,15 +28,13 @@ from typing import Any
 import numba
 import numpy as np
 
-HIDDEN = 1024
-FEED_FORWARD = 2816
 VOCABULARY = 32000
-HEADS = 16
-LAYER_PARAMETERS = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * FEED_FORWARD + 2 * HIDDEN
 SHARDS = 3
 BASE_DEVIATION = 0.02
 # Names the bytes that the same arguments give: one more whenever those change.
 VERSION = 2
+# Million parameters from which models are wide.
+LARGE = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +76,50 @@ class Model:
 BASE = Model("base")
 
 
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """The widths of a model's layers."""
+
+    hidden: int
+    feed_forward: int
+    heads: int
+
+    @classmethod
+    def of(cls, millions: float) -> Widths:
+        """Those of a model of about this many million parameters; large ones as Llama 3.2 3B."""
+        return cls(1024, 2816, 16) if millions < LARGE else cls(3072, 8192, 24)
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer."""
+        return self.hidden * (4 * self.hidden + 3 * self.feed_forward + 2)
+
+
 def layer_count(millions: float) -> int:
     """Layers of a model of about this many million parameters."""
-    return max(1, round((millions * 1e6 - 2 * VOCABULARY * HIDDEN) / LAYER_PARAMETERS))
+    widths = Widths.of(millions)
+    return max(1, round((millions * 1e6 - 2 * VOCABULARY * widths.hidden) / widths.layer))
 
 
 def places(millions: float) -> list[Place]:
     """The tensors of a model of about this many million parameters."""
     layers = layer_count(millions)
+    widths = Widths.of(millions)
+    hidden, feed_forward = widths.hidden, widths.feed_forward
 
     def walk() -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-        yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN), "embed", -1
+        yield "model.embed_tokens.weight", (VOCABULARY, hidden), "embed", -1
         for layer in range(layers):
             prefix = f"model.layers.{layer}"
             for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                yield f"{prefix}.self_attn.{name}.weight", (HIDDEN, HIDDEN), "attention", layer
-            yield f"{prefix}.mlp.gate_proj.weight", (FEED_FORWARD, HIDDEN), "mlp", layer
-            yield f"{prefix}.mlp.up_proj.weight", (FEED_FORWARD, HIDDEN), "mlp", layer
-            yield f"{prefix}.mlp.down_proj.weight", (HIDDEN, FEED_FORWARD), "mlp", layer
-            yield f"{prefix}.input_layernorm.weight", (HIDDEN,), "norm", layer
-            yield f"{prefix}.post_attention_layernorm.weight", (HIDDEN,), "norm", layer
-        yield "model.norm.weight", (HIDDEN,), "norm", layers
-        yield "lm_head.weight", (VOCABULARY, HIDDEN), "head", layers
+                yield f"{prefix}.self_attn.{name}.weight", (hidden, hidden), "attention", layer
+            yield f"{prefix}.mlp.gate_proj.weight", (feed_forward, hidden), "mlp", layer
+            yield f"{prefix}.mlp.up_proj.weight", (feed_forward, hidden), "mlp", layer
+            yield f"{prefix}.mlp.down_proj.weight", (hidden, feed_forward), "mlp", layer
+            yield f"{prefix}.input_layernorm.weight", (hidden,), "norm", layer
+            yield f"{prefix}.post_attention_layernorm.weight", (hidden,), "norm", layer
+        yield "model.norm.weight", (hidden,), "norm", layers
+        yield "lm_head.weight", (VOCABULARY, hidden), "head", layers
 
     return [
         Place(number, name, shape, part, layer, min(1.0, max(0, layer) / max(1, layers - 1)))
@@ -235,14 +255,15 @@ def _write_shard(path: Path, mine: Sequence[Place], made: Iterator[Any]) -> None
 
 
 def _config(millions: float) -> dict[str, object]:
+    widths = Widths.of(millions)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": FEED_FORWARD,
+        "hidden_size": widths.hidden,
+        "intermediate_size": widths.feed_forward,
         "num_hidden_layers": layer_count(millions),
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
+        "num_attention_heads": widths.heads,
+        "num_key_value_heads": widths.heads,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,

@@ -93,12 +93,17 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def options(doc: str | None, *, rounds: int, millions: float) -> argparse.ArgumentParser:
-    """The options that every benchmark of generated models has."""
+def options(
+    doc: str | None, *, rounds: int, millions: float | Sequence[float]
+) -> argparse.ArgumentParser:
+    """The options of benchmarks of generated models.  millions: of one size, or of several."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("work", type=Path, help="directory on a local disk")
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--millions", type=float, default=millions, help="parameters of a model")
+    several = None if isinstance(millions, (int, float)) else "+"
+    parser.add_argument(
+        "--millions", type=float, nargs=several, default=millions, help="parameters of a model"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes")
     return parser
 

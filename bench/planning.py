@@ -15,6 +15,8 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measure import keep, machine, median, options, run
 
 BLOCK = 1 << 20
-HIDDEN, INNER, KEYS, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
+VOCABULARY = 128256
 BINS = 2000
 REQUESTS: dict[str, dict[str, Any]] = {
     "task_arithmetic, 30 %": {"method": "task_arithmetic", "budget": 0.3},
@@ -35,27 +37,52 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of Llama 3 8B."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}"
-        found |= {
-            f"{at}.self_attn.q_proj.weight": (HIDDEN, HIDDEN),
-            f"{at}.self_attn.k_proj.weight": (KEYS, HIDDEN),
-            f"{at}.self_attn.v_proj.weight": (KEYS, HIDDEN),
-            f"{at}.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-            f"{at}.mlp.gate_proj.weight": (INNER, HIDDEN),
-            f"{at}.mlp.up_proj.weight": (INNER, HIDDEN),
-            f"{at}.mlp.down_proj.weight": (HIDDEN, INNER),
-            f"{at}.input_layernorm.weight": (HIDDEN,),
-            f"{at}.post_attention_layernorm.weight": (HIDDEN,),
-        }
-    return found | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+@dataclass(frozen=True, slots=True)
+class Llama:
+    """A model of the shapes of Llama 3.  keys: rows of its key and value projections."""
+
+    hidden: int
+    inner: int
+    layers: int
+    keys: int = 1024
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors."""
+        hidden, inner, keys = self.hidden, self.inner, self.keys
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            found |= {
+                f"{at}.self_attn.q_proj.weight": (hidden, hidden),
+                f"{at}.self_attn.k_proj.weight": (keys, hidden),
+                f"{at}.self_attn.v_proj.weight": (keys, hidden),
+                f"{at}.self_attn.o_proj.weight": (hidden, hidden),
+                f"{at}.mlp.gate_proj.weight": (inner, hidden),
+                f"{at}.mlp.up_proj.weight": (inner, hidden),
+                f"{at}.mlp.down_proj.weight": (hidden, inner),
+                f"{at}.input_layernorm.weight": (hidden,),
+                f"{at}.post_attention_layernorm.weight": (hidden,),
+            }
+        return found | {"model.norm.weight": (hidden,), "lm_head.weight": (VOCABULARY, hidden)}
 
 
-def make(path: Path, experts: int) -> None:
-    """A store whose index, records and statistics are those of such a family."""
+SIZES = {
+    "8 B": Llama(4096, 14336, 32),
+    "70 B": Llama(8192, 28672, 80),
+    "405 B": Llama(16384, 53248, 126),
+}
+
+
+def make(
+    path: Path,
+    experts: int,
+    model: Llama = SIZES["8 B"],
+    own: Callable[[int, str], bool] = lambda number, tensor: True,
+) -> None:
+    """A store whose index, records and statistics are those of such a family.
+
+    own: whether expert `number` has a tensor of its own, and not that of the base.
+    """
     from mstore.blocks.packs import Kind, PackEntry, SealedPack
     from mstore.models.stats.store import StatsStore
     from mstore.models.stats.table import MeasuredPair, digest
@@ -70,13 +97,17 @@ def make(path: Path, experts: int) -> None:
     rng = np.random.default_rng(0)
     catalog = Catalog.create(path, BLOCK)
     statistics = StatsStore(catalog.layout.stats)
-    tables = {shape: _table(rng, math.prod(shape)) for shape in set(shapes().values())}
-    base_ids = {}
+    shapes = model.shapes()
+    tables = {shape: _table(rng, math.prod(shape)) for shape in set(shapes.values())}
+    base: dict[str, Any] = {}
     base_snapshot: Any = None
     for number, name in enumerate(["base", *(f"expert{k}" for k in range(experts))]):
         records = {}
         entries = []
-        for tensor, shape in shapes().items():
+        for tensor, shape in shapes.items():
+            if number and not own(number - 1, tensor):
+                records[tensor] = base[tensor]
+                continue
             size = 2 * math.prod(shape)
             ids = rng.bytes(32 * -(-size // BLOCK))
             records[tensor] = Tensor("BF16", shape, size, ids)
@@ -105,14 +136,13 @@ def make(path: Path, experts: int) -> None:
                 moves=[RefMove(name, None, refs.Ref(refs.BRANCH, snapshot.id()), "bench")],
                 also=lambda rows, pack=pack: catalog.index.insert_pack(rows, pack),
             )
+        base = base or records
         for tensor, record in records.items():
-            id = record.id()
-            if not number:
-                base_ids[tensor] = id
-            else:
+            if record is not base[tensor]:
                 table = _scaled(rng, tables[record.shape])
                 row = digest(table.rows, table.elements, table.chunk_elements)
-                statistics.put_pair(MeasuredPair(base_ids[tensor], id, table.encode(), 1.0, row))
+                pair = base[tensor].id(), record.id()
+                statistics.put_pair(MeasuredPair(*pair, table.encode(), 1.0, row))
     statistics.flush()
     statistics.close()
     catalog.close()

@@ -242,7 +242,8 @@ def incremental(told: Told) -> Drawing:
     cases = {"ninth": "a ninth expert", "changed": "one expert changed", "repeated": "again"}
     figure, (axes,) = panels(1)
     figure.set_size_inches(6.4, 2.8)
-    series = {way: [told[case][way]["wall"] for case in cases] for way in ("no memo", "memo")}
+    size = told["sizes"][0]
+    series = {way: [size[case][way]["wall"] for case in cases] for way in ("no memo", "memo")}
     bars(axes, list(cases.values()), series, "wall seconds of the process")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return {"incremental": figure}
