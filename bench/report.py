@@ -1,7 +1,7 @@
-"""Write docs/benchmarks.md, docs/benchmarks-details.md and the table of docs/merge-methods.md from
-the results that the scripts here left: no figure is typed by hand.
+"""Write docs/benchmarks.md, docs/benchmarks-aims.md, docs/benchmarks-details.md and the table of
+docs/merge-methods.md from the results that the scripts here left: no figure is typed by hand.
 
-    python bench/report.py [--results DIR] [--page FILE] [--details FILE] [--methods FILE]
+    python bench/report.py [--results DIR] [--pages DIR]
 
 A script that has not been run has no section.  `plots.py` draws the figures that the page shows.
 """
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import page_adapters
+import page_aims
 import page_cluster_sim
 import page_decoding
 import page_density
 import page_estimates
 import page_first
 import page_growth
-import page_headline
 import page_hub
 import page_incremental
 import page_large
@@ -30,6 +30,7 @@ import page_mergekit
 import page_methods
 import page_mounts
 import page_paper
+import page_peers
 import page_planning
 import page_quality
 import page_rates
@@ -45,17 +46,7 @@ import page_statistics
 from tables import Told
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "benchmarks.md"
-DETAILS = HERE.parent / "docs" / "benchmarks-details.md"
-METHODS = HERE.parent / "docs" / "merge-methods.md"
-
-HEAD = """\
-# Benchmarks
-
-How long mstore takes, compared with another program in the same round, on the same machine, and
-with the aim that we set. Read the ratios: seconds depend on the machine. Written by
-`bench/report.py` from `bench/results`.
-"""
+PAGES = HERE.parent / "docs"
 
 HEAD_OF_DETAILS = """\
 # Benchmarks in detail
@@ -106,19 +97,19 @@ def read(directory: Path) -> dict[str, Told]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--details", type=Path, default=DETAILS)
-    parser.add_argument("--methods", type=Path, default=METHODS)
+    parser.add_argument("--pages", type=Path, default=PAGES, help="where the pages are")
     arguments = parser.parse_args()
     told, earlier = read(arguments.results), read(arguments.results / "avx512")
-    arguments.page.write_text("\n".join([HEAD, page_headline.section(told, earlier)]))
+    pages: Path = arguments.pages
+    (pages / "benchmarks.md").write_text(page_peers.page(told))
+    (pages / "benchmarks-aims.md").write_text(page_aims.page(told, earlier))
     parts = [HEAD_OF_DETAILS]
     parts += [section(told[name]) for name, section in SECTIONS.items() if name in told]
     parts.append((HERE / "notes.md").read_text())
-    arguments.details.write_text("\n".join(parts))
+    (pages / "benchmarks-details.md").write_text("\n".join(parts))
     if "estimates" in told:
-        page = arguments.methods.read_text()
-        arguments.methods.write_text(page_estimates.placed(page, told["estimates"]))
+        methods = pages / "merge-methods.md"
+        methods.write_text(page_estimates.placed(methods.read_text(), told["estimates"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table at the top of the page: each piece of work, its peer, its limit, its aim."""
+"""The page of aims: each piece of work, its peer, its limit, its aim; a table for each machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import NamedTuple
 import page_hub
 import page_lazy
 import page_search
-from tables import MIB, Told, table
+from tables import Told, table
 
 HEAD = """\
-*Ratio* is mstore against the peer in the same run. *Limit* is mstore's wall time in multiples of
-the least that the machine could take, where `bench/limits.py` measured that. A row with two aims
-stands twice. The [details](benchmarks-details.md) say how each figure was made, how the
-[machines](benchmarks-details.md#what-falls-short-and-why) differ, and what falls short.
+# Benchmarks: aims
+
+What was to be reached, and what was. *Ratio* is mstore against the peer in the same run. *Limit* is
+mstore's wall time in multiples of the least that the machine could take, where `bench/limits.py`
+measured that. A row with two aims stands twice. The [details](benchmarks-details.md) say how each
+figure was made, how the [machines](benchmarks-details.md#what-falls-short-and-why) differ, and
+what falls short. Written by `bench/report.py` from `bench/results`.
 """
 
 NOW = """\
@@ -27,21 +30,6 @@ EARLIER = """\
 Before blocks had one code ([040](design/040-rans.md)). Aims in seconds were set for this machine.
 """
 
-
-MERGES = """\
-## Beside other programs
-
-Merging 4 experts of {millions:.0f} million parameters, stored raw, reading everything:
-"""
-
-FAMILY = """\
-Keeping a base and 8 fine-tunes made for the test, {plain:.1f} GB in all; the
-[details](benchmarks-details.md#density-what-a-family-takes-on-disk) have a trained family:
-"""
-
-
-KEEPERS = ("mstore auto", "borg (zstd 3)", "restic (auto)", "hf-xet", "zipnn", "plain copies")
-"""Programs of the second table; the details have more."""
 COLUMNS = ("work", "peer", "peer s", "mstore s", "ratio", "limit", "aim", "")
 
 
@@ -58,7 +46,7 @@ class Row(NamedTuple):
     met: bool
 
 
-def section(told: dict[str, Told], earlier: dict[str, Told]) -> str:
+def page(told: dict[str, Told], earlier: dict[str, Told]) -> str:
     """A table for each machine, of the results (by the names of their files) that are there.
 
     told: results of this version, with the rest that is on the page; older ones do not say whether
@@ -69,48 +57,12 @@ def section(told: dict[str, Told], earlier: dict[str, Told]) -> str:
         own = {name: one for name, one in told.items() if one["machine"].get("avx512") is has}
         tables.append((NOW.format(words=words), own))
     tables.append((EARLIER, earlier))
-    parts = [*_beside(told), HEAD]
+    parts = [HEAD]
     for words, results in tables:
         rows = [row for name, make in MAKERS if name in results for row in make(results)]
         if rows:
             parts += [words, table(COLUMNS, [_line(row) for row in rows])]
     return "\n".join(parts)
-
-
-def _beside(told: dict[str, Told]) -> Iterator[str]:
-    """What a reader wants first: how long and how large, beside mergekit and programs that keep."""
-    if "mergekit" in told:
-        found = told["mergekit"]
-        yield MERGES.format(millions=found["millions"])
-        yield table(
-            ("method", "mergekit", "mstore", "mergekit's memory", "mstore's memory"),
-            [
-                (
-                    method,
-                    *(f"{found[method][name]['wall']:.1f} s" for name in ("mergekit", "mstore")),
-                    *(
-                        f"{found[method][name]['anonymous'] / MIB:.0f} MiB"
-                        for name in ("mergekit", "mstore")
-                    ),
-                )
-                for method in ("ties", "dare_ties", "linear")
-            ],
-        )
-    if "density" in told:
-        family = told["density"]["families"]["generated"]
-        yield FAMILY.format(plain=family["plain_bytes"] / 1e9)
-        yield table(
-            ("program", "stored", "in", "out"),
-            [
-                (
-                    name,
-                    f"{one['stored_bytes'] / 1e9:.2f} GB",
-                    *(f"{one[key]['median']:.0f} MB/s" for key in ("add_mb_s", "read_mb_s")),
-                )
-                for name, one in family["ways"].items()
-                if name in KEEPERS
-            ],
-        )
 
 
 def _seconds(seconds: float | None) -> str:
