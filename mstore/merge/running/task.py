@@ -21,6 +21,7 @@ import numpy.typing as npt
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE
 from mstore.blocks.reader import Meter
+from mstore.merge.arithmetic import adapters, kernels
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.row_factors import RowFactors
 from mstore.merge.methods.combination import Kernel
@@ -158,6 +159,18 @@ class ChunkTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     def file_offset(self) -> int:
         """Offset of the output in `tensor.file`."""
         return self.tensor.offset + self.first_index * ITEMSIZES[self.tensor.out_dtype]
+
+    @property
+    def adds_products(self) -> bool:
+        """Whether the output is a sum of what adapters add, so that no row need be in memory."""
+        tensor = self.tensor
+        return (
+            bool(self.rows)
+            and all([row.factors is not None and row.factors.magnitude is None for row in self.rows])
+            and tensor.kernel is kernels.run
+            and tensor.row_factors is None
+            and adapters.adds(tensor.mix)
+        )
 
     @property
     def expert_bytes(self) -> int:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,18 +27,18 @@ from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.ids import TensorId
 
-TILE: Final = 1024
-"""Columns at a time: that part of the right factor stays in the cache while rows pass."""
-ROWS: Final = 4
-"""Rows at a time: they read the right factor once."""
+_BLOCK: Final = 32
+"""Rows, and columns, that a pass computes at a time."""
+PRODUCTS: Final = ("models/adapters/low_rank.c", "numeric/codes.py")
+"""The source of the passes that compute products."""
+_ROWS: Final = ("numeric/floats.py", "models/adapters/low_rank_passes.py")
+_apply: Final = Pass("mstore.models.adapters.low_rank", "apply", "ipiiiippp", PRODUCTS)
+_squares: Final = Pass("mstore.models.adapters.low_rank_passes", "squares", "pipiipp", _ROWS)
+_scale_rows: Final = Pass("mstore.models.adapters.low_rank_passes", "scale_rows", "piip", _ROWS)
 
-_SOURCES: Final = (
-    *("numeric/codes.py", "numeric/floats.py"),
-    *("models/adapters/low_rank.py", "models/adapters/low_rank_passes.py"),
+_PRODUCT: Final = np.dtype(
+    [("left", "i8"), ("right", "i8"), ("rank", "i8"), ("scale", "f4"), ("weight", "f4")]
 )
-_apply: Final = Pass("mstore.models.adapters.low_rank_passes", "apply", "ipiippiippp", _SOURCES)
-_squares: Final = Pass("mstore.models.adapters.low_rank_passes", "squares", "pipiipp", _SOURCES)
-_scale_rows: Final = Pass("mstore.models.adapters.low_rank_passes", "scale_rows", "piip", _SOURCES)
 
 Singles = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -67,29 +68,14 @@ class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
 
         base: the stored bytes of these elements, of type `dtype`.  With magnitudes, whole rows.
         """
-        columns = self.right.shape[1]
-        start = first // columns
-        rows = -(-(first + n) // columns) - start
-        left = self.left[start : start + rows]
+        run, products, block = operands([self], [1.0], base, dtype, first, n)
         assert out.size >= 4 * n
-        assert base.size >= n * ITEMSIZES[dtype]
-        sums = np.empty(ROWS * TILE, dtype=np.float32)
-        _apply(
-            CODES[dtype],
-            base.ctypes.data,
-            first,
-            n,
-            left.ctypes.data,
-            self.right.ctypes.data,
-            self.left.shape[1],
-            columns,
-            self.scale.ctypes.data,
-            sums.ctypes.data,
-            out.ctypes.data,
-        )
+        _apply(*run, products.ctypes.data, block.ctypes.data, out.ctypes.data)
         if self.magnitude is not None:
+            columns = self.right.shape[1]
             assert first % columns == 0
             assert n % columns == 0
+            start, rows = first // columns, n // columns
             own = self.magnitude[start : start + rows]
             _scale_rows(out.ctypes.data, rows, columns, own.ctypes.data)
 
@@ -107,6 +93,48 @@ class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
         addresses = (self.left.ctypes.data, rows, self.right.ctypes.data, rank, columns)
         _squares(*addresses, scratch.ctypes.data, out.ctypes.data)
         return out[:rows], out[rows : 2 * rows], out[2 * rows :]
+
+
+class Operands(NamedTuple):
+    """What a pass over a run of elements takes first; valid while base and factors are kept.
+
+    run: code and address of the base; elements of the first row before the run, elements, rows,
+    columns. products: of each expert. block: scratch.
+    """
+
+    run: tuple[int, ...]
+    products: npt.NDArray[np.void]
+    block: Singles
+
+
+def operands(
+    factors: Sequence[Factors],
+    weights: Sequence[float],
+    base: Bytes,
+    dtype: str,
+    first: int,
+    n: int,
+) -> Operands:
+    """Return what a pass takes for elements [first, first + n) of the products of one tensor.
+
+    base: the stored bytes of these elements, of type `dtype`, contiguous.
+    """
+    columns = factors[0].right.shape[1]
+    start, skipped = divmod(first, columns)
+    rows = -(-(skipped + n) // columns)
+    assert base.size >= n * ITEMSIZES[dtype]
+    assert all(one.right.shape[1] == columns for one in factors)
+    assert all(len(one.left) >= start + rows for one in factors)
+    products = np.array(
+        [
+            (one.left[start:].ctypes.data, one.right.ctypes.data, len(one.right), one.scale[0], own)
+            for one, own in zip(factors, weights, strict=True)
+        ],
+        dtype=_PRODUCT,
+    )
+    block = np.empty(_BLOCK * (3 * _BLOCK + int(products["rank"].max())), dtype=np.float32)
+    run = CODES[dtype], base.ctypes.data, skipped, n, rows, columns
+    return Operands(run, products, block)
 
 
 class FactorCache:
