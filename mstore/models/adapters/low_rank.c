@@ -1,5 +1,5 @@
-/* Low-rank products: base + scale * (left @ right) for a run of elements, alone or weighted and
-   added up.
+/* Low-rank products: base + scale * (left @ right) for a run of elements, alone (`apply`) or
+   weighted and added up (`sum`); and what the norms of a product follow from (`squares`).
 
    Owns the order of the arithmetic: the sum of an element adds its products in float32, one after
    the other by rank, and no product is contracted into a sum.  A sum of experts adds their weighted
@@ -39,6 +39,8 @@ typedef float F __attribute__((ext_vector_type(LANES)));
 typedef u32 U __attribute__((ext_vector_type(LANES)));
 typedef u16 H __attribute__((ext_vector_type(LANES)));
 typedef int32_t Is __attribute__((ext_vector_type(LANES)));
+
+#if !defined(SQUARES)
 
 /* One expert: float32[rows, rank] from the first row of the run on, float32[rank, columns]. */
 typedef struct {
@@ -291,6 +293,114 @@ int mstore_pass(void *returned, void *raised, i64 code, const u8 *base, i64 skip
                 Block *block, i64 out_code, u8 *out) {
     const Sum sum = {experts, products, factors[0], factors[1]};
     each_block(&(Run){skipped, n, rows, columns, base, code, out, out_code}, &sum, block);
+    return 0;
+}
+
+#endif
+
+#else
+
+/* -- norms ------------------------------------------------------------------------------------- */
+
+#define WIDE 8      /* lanes of float64: partial sums, which are added in one order */
+#define COLUMNS 128 /* at a time */
+
+typedef double D __attribute__((ext_vector_type(WIDE)));
+typedef float S __attribute__((ext_vector_type(WIDE)));
+
+INLINE D wide(const double *place) {
+    D found;
+    COPY(&found, place, sizeof found);
+    return found;
+}
+
+INLINE double total(D x) {
+    return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+}
+
+/* Widen `count` numbers that are `stride` apart into `room` places; the others are zero. */
+INLINE void widened(const float *from, i64 stride, i64 count, i64 room, double *to) {
+    for (i64 j = 0; j < room; j++)
+        to[j] = j < count ? from[j * stride] : 0;
+}
+
+/* gram = right @ right^T, below the diagonal and on it.  Returns the largest sum of the squares of
+   a column. */
+static double gram_of(const float *right, i64 rank, i64 columns, double *block, double *gram) {
+    D largest = 0;
+    __builtin_memset(gram, 0, rank * rank * sizeof *gram);
+    for (i64 column = 0; column < columns; column += COLUMNS) {
+        D squares[COLUMNS / WIDE];
+        __builtin_memset(squares, 0, sizeof squares);
+        for (i64 r = 0; r < rank; r++) {
+            const i64 count = least(COLUMNS, columns - column);
+            double *own = block + r * COLUMNS;
+            widened(right + r * columns + column, 1, count, COLUMNS, own);
+            for (int j = 0; j < COLUMNS / WIDE; j++)
+                squares[j] += wide(own + WIDE * j) * wide(own + WIDE * j);
+            for (i64 q = 0; q <= r; q++) {
+                D sum = 0;
+                for (i64 j = 0; j < COLUMNS; j += WIDE)
+                    sum += wide(own + j) * wide(block + q * COLUMNS + j);
+                gram[r * rank + q] += total(sum);
+            }
+        }
+        for (int j = 0; j < COLUMNS / WIDE; j++)
+            largest = largest < squares[j] ? squares[j] : largest;
+    }
+    double found = 0;
+    for (int j = 0; j < WIDE; j++)
+        found = found < largest[j] ? largest[j] : found;
+    return found;
+}
+
+/* What chunks of the product have. */
+typedef struct {
+    double product, left, longest;
+} Chunk;
+
+/* The sums of squares of WIDE rows of the product and of the left factor: l (R R^T) l^T, l l^T. */
+INLINE void rows_of(const double *left, i64 rank, const double *gram, double *product,
+                    double *alone) {
+    D products = 0, own = 0;
+    for (i64 r = 0; r < rank; r++) {
+        const D mine = wide(left + WIDE * r);
+        D others = 0;
+        for (i64 q = 0; q < r; q++)
+            others += gram[r * rank + q] * wide(left + WIDE * q);
+        products += mine * (2 * others + gram[r * rank + r] * mine);
+        own += mine * mine;
+    }
+    COPY(product, &products, sizeof products);
+    COPY(alone, &own, sizeof own);
+}
+
+/* scratch: float64[rank * rank + COLUMNS * rank + 2 * (rows + WIDE)]. out: the largest sum of the
+   squares of a column of `right`, that of all of it, and a Chunk for each `chunk` of n elements,
+   with the rows that it has a part of: their sums of squares, those of `left`, the largest one. */
+int mstore_pass(void *returned, void *raised, const float *left, i64 rows, const float *right,
+                i64 rank, i64 columns, i64 n, i64 chunk, double *scratch, double *out) {
+    double *gram = scratch, *block = gram + rank * rank;
+    double *products = block + COLUMNS * rank, *alone = products + rows + WIDE;
+    out[0] = gram_of(right, rank, columns, block, gram);
+    out[1] = 0;
+    for (i64 r = 0; r < rank; r++)
+        out[1] += gram[r * rank + r];
+    for (i64 i = 0; i < rows; i += WIDE) {
+        for (i64 r = 0; r < rank; r++)
+            widened(left + i * rank + r, rank, rows - i, WIDE, block + WIDE * r);
+        rows_of(block, rank, gram, products + i, alone + i);
+    }
+    Chunk *found = (Chunk *)(out + 2);
+    for (i64 first = 0; first < n; first += chunk, found++) {
+        const i64 end = (least(first + chunk, n) - 1) / columns + 1;
+        *found = (Chunk){0, 0, 0};
+        for (i64 i = first / columns; i < end; i++) {
+            found->product += products[i];
+            found->left += alone[i];
+            found->longest = found->longest < alone[i] ? alone[i] : found->longest;
+        }
+    }
     return 0;
 }
 

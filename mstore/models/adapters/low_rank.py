@@ -33,7 +33,7 @@ PRODUCTS: Final = ("models/adapters/low_rank.c", "numeric/codes.py")
 """The source of the passes that compute products."""
 _ROWS: Final = ("numeric/floats.py", "models/adapters/low_rank_passes.py")
 _apply: Final = Pass("mstore.models.adapters.low_rank", "apply", "ipiiiippp", PRODUCTS)
-_squares: Final = Pass("mstore.models.adapters.low_rank_passes", "squares", "pipiipp", _ROWS)
+_squares: Final = Pass("mstore.models.adapters.low_rank", "squares", "pipiiiipp", PRODUCTS)
 _scale_rows: Final = Pass("mstore.models.adapters.low_rank_passes", "scale_rows", "piip", _ROWS)
 
 _PRODUCT: Final = np.dtype(
@@ -43,6 +43,17 @@ _PRODUCT: Final = np.dtype(
 Singles = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
+
+
+class Squares(NamedTuple):
+    """Sums of squares: of the widest column of right, of all of right, and of rows of each chunk.
+
+    chunks: of the rows that a chunk has a part of, in the product; in left; of the longest in left.
+    """
+
+    widest: float
+    right: float
+    chunks: list[tuple[float, float, float]]
 
 
 class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -79,20 +90,20 @@ class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
             own = self.magnitude[start : start + rows]
             _scale_rows(out.ctypes.data, rows, columns, own.ctypes.data)
 
-    def squares(self) -> tuple[Doubles, Doubles, Doubles]:
-        """Return sums of squares: of the rows of left @ right, those of left, the columns of right.
+    def squares(self, n: int, chunk: int) -> Squares:
+        """Return sums of squares of left @ right, of n elements, and of what it is made of.
 
-        From the factors alone, without scale and magnitude: float64[rows], float64[rows] and
-        float64[columns].  A row of the product is off by at most (columns + 2 rank) 2^-52 times the
-        squares of its row of left and of all of right.
+        From the factors alone, without scale and magnitude.  A row of the product is off by at most
+        (columns + 2 rank) 2^-52 times the squares of its row of left and of all of right.
         """
         rows, rank = self.left.shape
         columns = self.right.shape[1]
-        scratch = np.empty((rank + 1, rank), dtype=np.float64)
-        out = np.empty(2 * rows + columns, dtype=np.float64)
+        scratch = np.empty(rank * (rank + 128) + 2 * (rows + 8), dtype=np.float64)
+        out = np.empty(2 + 3 * -(-n // chunk), dtype=np.float64)
         addresses = (self.left.ctypes.data, rows, self.right.ctypes.data, rank, columns)
-        _squares(*addresses, scratch.ctypes.data, out.ctypes.data)
-        return out[:rows], out[rows : 2 * rows], out[2 * rows :]
+        _squares(*addresses, n, chunk, scratch.ctypes.data, out.ctypes.data)
+        widest, right, *chunks = out.tolist()
+        return Squares(widest, right, list(zip(*[iter(chunks)] * 3, strict=True)))
 
 
 class Operands(NamedTuple):
