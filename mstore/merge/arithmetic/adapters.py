@@ -51,14 +51,15 @@ def add_up(
     out: uint8[>= n * itemsize], contiguous.
     """
     assert out.size >= n * ITEMSIZES[out_dtype]
-    there = [(one, w) for one, w in zip(experts, mix.weights.tolist(), strict=True) if one]
-    run, products, block = operands(*zip(*there, strict=True), base, base_dtype, first, n)
+    own = [one for one in experts if one is not None]
+    weights = [w for one, w in zip(experts, mix.weights.tolist(), strict=True) if one is not None]
+    run, products, block = operands(own, weights, base, base_dtype, first, n)
     factors = mix.factors.copy()
     if not mix.flags[1]:
         factors[0] = 1
     _sum(
         *run,
-        len(there),
+        len(own),
         *(products.ctypes.data, factors.ctypes.data, block.ctypes.data),
         *(dtype_code(out_dtype), out.ctypes.data),
     )

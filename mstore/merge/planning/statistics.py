@@ -11,6 +11,7 @@ survey gives the same with digests and without.  Belongs to one survey; not thre
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,8 @@ Side = tuple[TensorId, Tensor]
 """A tensor of a model, with its record."""
 TOGETHER: Final = 1 << 10
 """Tables of one chunk that are opened together."""
+_READ_TOGETHER: Final = 4
+"""Adapters whose factors a thread reads together."""
 BY_SKETCH: Final = "conflict"
 """The score that compares sketches, which digests leave out."""
 
@@ -286,11 +289,14 @@ class DeltaStatistics:
         squares = self._facts().squares(base, pool)
         elements = math.prod(base[1].shape)
 
-        def rows_of(record: AppliedTensor) -> Rows:
-            factors = low_rank.load_factors(self._catalog, record, self._factors)
-            return product_rows(factors, squares, elements, chunk)
+        def rows_of(records: Sequence[AppliedTensor]) -> list[Rows]:
+            read = low_rank.load_factors(self._catalog, records, self._factors)
+            return [product_rows(factors, squares, elements, chunk) for factors in read]
 
-        found = dict(zip(products, pool.map(rows_of, products.values()), strict=True))
+        records = list(products.values())
+        some = [records[at : at + _READ_TOGETHER] for at in range(0, len(records), _READ_TOGETHER)]
+        rows = itertools.chain.from_iterable(pool.map(rows_of, some))
+        found = dict(zip(products, rows, strict=True))
         keep_products(self._statistics, found)
         return {k: DeltaSummary(found[pair], ()) for k, pair in moving.items() if pair in found}
 

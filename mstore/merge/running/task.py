@@ -166,7 +166,7 @@ class ChunkTask(msgspec.Struct, frozen=True, eq=False, gc=False):
         tensor = self.tensor
         return (
             bool(self.rows)
-            and all([row.factors is not None and row.factors.magnitude is None for row in self.rows])
+            and all(row.factors is not None and row.factors.magnitude is None for row in self.rows)
             and tensor.kernel is kernels.run
             and tensor.row_factors is None
             and adapters.adds(tensor.mix)
@@ -365,6 +365,7 @@ class Tasks:
         sources = self._locate(
             id for _, blocks, record in every if record is None for id in split_ids(blocks)
         )
+        factors = self._factors.of(record for *_, record in every if record is not None)
         made: list[list[ChunkTask]] = []
         for (tensor, numbers), found in zip(wanted, named, strict=True):
             tasks = []
@@ -372,7 +373,7 @@ class Tasks:
                 base, *others = [
                     Row(dtype, tuple([sources[block] for block in split_ids(blocks)]))
                     if record is None
-                    else Row(dtype, (), self._factors.of(record))
+                    else Row(dtype, (), factors[record])
                     for dtype, blocks, record in rows
                 ]
                 length = tensor.chunk_length(number)

@@ -261,9 +261,8 @@ static void block_of(const Run *run, i64 top, i64 column, const Sum *sum, Block 
             F mixed = at(block->mixed[i] + LANES * v);
             if (sum->divisor != 1) mixed = mixed / sum->divisor;
             if (sum->factor != 1) mixed = mixed * sum->factor;
-            /* A mix of zero gives the base's own bits. */
+            /* A mix of zero gives the base's own bits; of all NaNs only the quiet one has it. */
             bits[v] = chosen(mixed == 0, (U)base, quiet(base + mixed));
-            if (run->base_code != run->out_code) bits[v] = quiet((F)bits[v]);
         }
         store(run, top + i, column, bits);
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -25,7 +25,6 @@ from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import AppliedTensor, Tensor
-from mstore.terms.ids import TensorId
 
 _BLOCK: Final = 32
 """Rows, and columns, that a pass computes at a time."""
@@ -160,55 +159,71 @@ class FactorCache:
         self._meter = meter
         self._limit = limit
         self._lock = threading.Lock()
-        self._kept: OrderedDict[TensorId, Factors] = OrderedDict()
+        self._kept: OrderedDict[AppliedTensor, Factors] = OrderedDict()
         self._size = 0
-        self._charged: set[TensorId] = set()
+        self._charged: set[AppliedTensor] = set()
 
-    def of(self, record: AppliedTensor) -> Factors:
-        """Return the factors of an applied tensor; raises as `load_factors`."""
-        id = record.id()
+    def of(self, records: Iterable[AppliedTensor]) -> dict[AppliedTensor, Factors]:
+        """Return the factors of applied tensors; raises as `load_factors`."""
         with self._lock:
-            found = self._kept.get(id)
-            if found is not None:
-                self._kept.move_to_end(id)
-                return found
+            wanted = dict.fromkeys(records)
+            found = {one: self._kept[one] for one in wanted if one in self._kept}
+            missing = [one for one in wanted if one not in found]
+            again = [one for one in missing if one in self._charged]
+            first = [one for one in missing if one not in self._charged]
             # A failure leaves the charge: those bytes may have been read.
-            meter = None if id in self._charged else self._meter
-            self._charged.add(id)
-            found = self._kept[id] = load_factors(self._catalog, record, meter)
-            self._size += found.nbytes
+            self._charged.update(first)
+            for news, meter in ((first, self._meter), (again, None)):
+                found |= zip(news, load_factors(self._catalog, news, meter), strict=True)
+            for one in missing:
+                self._size += found[one].nbytes
+            self._kept |= found
+            for one in found:
+                self._kept.move_to_end(one)
             while self._size > self._limit and len(self._kept) > 1:
                 _, gone = self._kept.popitem(last=False)
                 self._size -= gone.nbytes
             return found
 
 
-def load_factors(catalog: Catalog, record: AppliedTensor, meter: Meter | None) -> Factors:
-    """Read the factors of a product; `meter` counts their bytes at rest.
+def load_factors(
+    catalog: Catalog, records: Sequence[AppliedTensor], meter: Meter | None
+) -> list[Factors]:
+    """Read the factors of products, with one look into the index; `meter` counts their bytes at
+    rest.
 
     Raises BudgetExceeded, Corrupt, StorageFailed.
     """
-    left, right = (read_singles(catalog, one, meter) for one in (record.left, record.right))
-    if record.transposed:
-        left, right = left.T, right.T
-    magnitude = None
-    if record.magnitude is not None:
-        magnitude = read_singles(catalog, record.magnitude, meter).reshape(-1)
-    return Factors(
-        np.ascontiguousarray(left),
-        np.ascontiguousarray(right),
-        np.array([record.scale], dtype=np.float32),
-        magnitude,
-    )
+    read = iter(read_singles(catalog, [one for own in records for one in own.factors], meter))
+    found = []
+    for record in records:
+        left, right, *more = (next(read) for _ in record.factors)
+        if record.transposed:
+            left, right = left.T, right.T
+        scale = np.array([record.scale], dtype=np.float32)
+        magnitude = more[0].reshape(-1) if more else None
+        left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
+        found.append(Factors(left, right, scale, magnitude))
+    return found
 
 
-def stored_bytes(catalog: Catalog, record: AppliedTensor) -> int:
-    """Return bytes at rest of the factors: what `load_factors` charges.  Raises Corrupt."""
-    blocks = [bytes(block) for one in record.factors for block in one.block_ids()]
-    return int(catalog.stored_lengths(blocks).sum())
+def stored_bytes(catalog: Catalog, records: Sequence[AppliedTensor]) -> list[int]:
+    """Return bytes at rest of each one's factors: what `load_factors` charges.  Raises Corrupt."""
+    lists = [one.blocks for record in records for one in record.factors]
+    lengths = iter(catalog.lengths.of(lists))
+    return [sum(int(next(lengths).sum()) for _ in record.factors) for record in records]
 
 
-def read_singles(catalog: Catalog, record: Tensor, meter: Meter | None = None) -> Singles:
-    """Return a stored tensor as float32, of its shape."""
-    data = catalog.read_blocks(list(record.block_ids()), meter)
-    return singles(data, record.dtype, math.prod(record.shape)).reshape(record.shape)
+def read_singles(
+    catalog: Catalog, records: Sequence[Tensor], meter: Meter | None = None
+) -> list[Singles]:
+    """Return stored tensors as float32, each of its shape."""
+    data = catalog.read_blocks([block for one in records for block in one.block_ids()], meter)
+    found, end = [], 0
+    for one in records:
+        own = data[end : end + one.nbytes]
+        end += one.nbytes
+        if own.ctypes.data % 4:
+            own = own.copy()
+        found.append(singles(own, one.dtype, math.prod(one.shape)).reshape(one.shape))
+    return found
