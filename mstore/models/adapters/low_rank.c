@@ -168,16 +168,19 @@ INLINE void store(const Run *run, i64 row, i64 column, const U *bits) {
 
 /* Lay the columns of a panel side by side. */
 INLINE void gather(const Product *own, i64 columns, i64 column, float *panel) {
-    i64 width = columns - column < PANEL ? columns - column : PANEL;
+    const i64 width = least(PANEL, columns - column);
     const float *right = own->right + column;
-    for (i64 r = 0; r < own->rank; r++, panel += PANEL, right += columns) {
-        if (width == PANEL) {
-            COPY(panel, right, PANEL * sizeof *panel);
-        } else {
-            __builtin_memset(panel, 0, PANEL * sizeof *panel);
-            COPY(panel, right, width * sizeof *panel);
-        }
+    if (width < PANEL) {
+        __builtin_memset(panel, 0, own->rank * PANEL * sizeof *panel);
+        for (i64 r = 0; r < own->rank; r++)
+            COPY(panel + r * PANEL, right + r * columns, width * sizeof *panel);
+        return;
     }
+    for (i64 r = 0; r < own->rank; r++)
+        for (int v = 0; v < VECTORS; v++) {
+            const F part = at(right + r * columns + LANES * v);
+            COPY(panel + r * PANEL + LANES * v, &part, sizeof part);
+        }
 }
 
 /* The sums of TOGETHER rows of a panel. */
