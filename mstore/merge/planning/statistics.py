@@ -107,11 +107,14 @@ class KnownDigests:
             tables = self._statistics.encoded_pairs([pair for pair, _ in some])
             found = SingleTables.decode(tables, ranks if all(ranks) else None)
             sizes = zip(found.elements.tolist(), found.chunk_elements.tolist(), strict=True)
+            rows: dict[Pair, Digest] = {}
             for number, (place, size) in enumerate(zip(found.places.tolist(), sizes, strict=True)):
                 pair, rank = some[place]
-                self._rows[pair] = Digest(found.rows[number : number + 1], *size, is_finite=True)
+                rows[pair] = Digest(found.rows[number : number + 1], *size, is_finite=True)
                 if found.thresholds:
                     self._cuts[*pair, rank] = found.thresholds[number]
+            self._statistics.remember(rows)
+            self._rows |= rows
 
     def find(
         self, pair: Pair, elements: int, chunk: int, ranks: Sequence[int]

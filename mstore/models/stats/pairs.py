@@ -123,10 +123,11 @@ def known_rows(
     sketches: with their sketches, which take longer to find; without, they may be zero.
     """
     wanted = list(dict.fromkeys(pairs))
-    found: dict[Pair, Digest] = {}
+    found: dict[Pair, Digest] = statistics.opened(wanted)
+    wanted = [pair for pair in wanted if pair not in found]
     if not sketches:
         known = zip(wanted, statistics.digests(wanted), strict=True)
-        found = {pair: one for pair, one in known if one is not None}
+        found |= {pair: one for pair, one in known if one is not None}
         wanted = [pair for pair in wanted if pair not in found]
     values = statistics.encoded_pairs(wanted)
     singles = SingleTables.decode(values)
