@@ -1,4 +1,4 @@
-"""What a small tensor costs to add and to plan, without starting Python: calls within one process.
+"""What a small tensor costs to add, plan and merge, without starting Python: calls in one process.
 
     python bench/small_calls.py WORK --before CHECKOUT [--rounds 3]
                                 [--tensors 2000 4000] [--codec raw]
@@ -31,6 +31,7 @@ from small import METHODS, NAMES, ROOT, write_family
 
 EXPERTS = list(NAMES[1:])
 PLANS = (("ties", "100%"), ("ties", "50%"), ("dare_ties", "100%"), ("linear", "50%"))
+TRIMMED = {"density": 0.2}
 Took = dict[str, list[float]]
 
 
@@ -68,12 +69,13 @@ def one_round(work: Path, tensors: int, codec: str) -> dict[str, Any]:
     tasks = (None, *(f"plan {method} {budget}" for method, budget in PLANS))
     for task, (method, budget) in zip(tasks, (PLANS[0], *PLANS), strict=True):
         copied()
-        parameters = {"density": 0.2} if "density=0.2" in METHODS[method] else {}
-        asked = {"base": "base", "experts": EXPERTS, "method": method, "parameters": parameters}
-        given.append(timed(task, called("plan", **asked, budget=budget)).plan)
+        parameters = TRIMMED if "density=0.2" in METHODS[method] else {}
+        asked = _request(method, parameters, budget)
+        plan = timed(task, called("plan", asked)).plan
+        merged = timed(task and task.replace("plan", "merge"), called("merge", plan, name="merged"))
+        given += [plan, merged.manifest]
     copied()
-    asked = {"base": "base", "experts": EXPERTS, "method": "ties", "parameters": {"density": 0.2}}
-    swept = timed("plan --sweep", called("sweep", **asked))
+    swept = timed("plan --sweep", called("sweep", _request("ties", TRIMMED)))
     given += [(point.planned_expert_bytes, point.error_estimate) for point in swept.points]
     given.append(timed("diff", called("diff", "base", EXPERTS[0])).tensors)
     shutil.rmtree(own)
@@ -86,6 +88,13 @@ def one_round(work: Path, tensors: int, codec: str) -> dict[str, Any]:
         given.append(added.manifest)
     shutil.rmtree(own)
     return {"took": took, "gave": hashlib.sha256(repr(given).encode()).hexdigest()}
+
+
+def _request(method: str, parameters: dict[str, float], budget: str | None = None) -> Any:
+    from mstore import MergeRequest
+
+    given = {"method": method, "parameters": parameters, "budget": budget}
+    return MergeRequest(base="base", experts=EXPERTS, **given)
 
 
 def main() -> None:

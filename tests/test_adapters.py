@@ -17,9 +17,15 @@ import numpy as np
 import pytest
 import reference
 from adapters import Adapter, Array
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
+from mstore.merge.arithmetic.adapters import add_up, adds
+from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
+from mstore.merge.arithmetic.tiles import ADDITIVE, ALL
 from mstore.models.adapters.low_rank import Factors
+from mstore.numeric.codes import ITEMSIZES
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
 
 BLOCK = 1 << 16
@@ -332,6 +338,65 @@ def test_numbers_that_are_not_finite() -> None:
     factors.apply(np.zeros(24, dtype=np.uint8), "F32", 0, 6, out)
     words = out.view(np.uint32).tolist()
     assert words == [0x7F800000, 0x7FC00000, 0x7FC00000, 0x7FC00000, 0, 0]
+
+
+@given(
+    shape=st.tuples(st.integers(1, 70), st.integers(1, 9), st.integers(1, 90)),
+    experts=st.lists(st.sampled_from([1.0, -0.3, 0.0, 1e30, None]), min_size=1, max_size=6).filter(
+        lambda weights: any(one is not None for one in weights)
+    ),
+    dtypes=st.tuples(*[st.sampled_from(["BF16", "F16", "F32"])] * 2),
+    share=st.floats(0, 1),
+    factors=st.sampled_from([(1.0, 1.0, 0), (3.0, 0.7, 1), (0.5, 1.0, 1), (2.0, -1.0, 0)]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_sum_of_products_is_that_of_rows_in_memory(
+    shape: tuple[int, int, int],
+    experts: list[float | None],
+    dtypes: tuple[str, str],
+    share: float,
+    factors: tuple[float, float, int],
+    seed: int,
+) -> None:
+    """What is added up while it is computed has the bits of what is computed and then added up,
+    for any run of elements and any bit patterns; weight None stands for an absent expert."""
+    rng = np.random.default_rng(seed)
+    rows, rank, columns = shape
+    first = int(share * (rows * columns - 1))
+    n = 1 + int(rng.integers(rows * columns - first))
+    base_dtype, out_dtype = dtypes
+    base = rng.integers(0, 256, n * ITEMSIZES[base_dtype], dtype=np.uint8)
+    weights = [1.0 if one is None else one for one in experts]
+    mix = Mix(
+        weights=np.array(weights, dtype=np.float32),
+        factors=np.array(factors[:2], dtype=np.float32),
+        flags=np.array([ADDITIVE, factors[2], 0, 0], dtype=np.int64),
+        rescales=np.ones(len(experts), dtype=np.float32),
+        mask_limits=(ALL,) * len(experts),
+    )
+    assert adds(mix)
+    own: list[Factors | None] = []
+    for one in experts:
+        left = rng.standard_normal((rows, rank)).astype(np.float32)
+        right = rng.standard_normal((rank, columns)).astype(np.float32)
+        right[rng.random(right.shape) < 0.1] = rng.choice([0, np.inf, np.nan, 1e38])
+        scale = np.array([rng.choice([2.0, 0.0, 1e-3])], dtype=np.float32)
+        own.append(None if one is None else Factors(left, right, scale, None))
+    there = [one for one in own if one is not None]
+    made = np.empty((len(there), 4 * n), dtype=np.uint8)
+    for row, one in zip(made, there, strict=True):
+        one.apply(base, base_dtype, first, n, row)
+    numbers = iter(range(len(there)))
+    row_of = [-1 if one is None else next(numbers) for one in own]
+    nothing = np.zeros(len(own), dtype=np.float32)
+    keys = np.zeros((len(own), 2), dtype=np.uint32)
+    wanted, found = np.zeros((2, n * ITEMSIZES[out_dtype]), dtype=np.uint8)
+    mix_chunk(
+        *(mix, base, base_dtype, made, ["F32"] * len(there), row_of, n, first, nothing),
+        *([UNLIMITED] * len(own), keys, wanted, out_dtype),
+    )
+    add_up(mix, own, base, base_dtype, first, n, found, out_dtype)
+    assert found.tobytes() == wanted.tobytes()
 
 
 RECIPE = """\

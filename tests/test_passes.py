@@ -34,6 +34,7 @@ COMPARING = (
     *("tests/test_stats_many.py", "tests/test_halves.py"),
     "tests/test_adapters.py::test_numbers_that_are_not_finite",
     "tests/test_adapters.py::test_dora_gives_rows_their_norms",
+    "tests/test_adapters.py::test_a_sum_of_products_is_that_of_rows_in_memory",
     *(
         f"tests/test_every_method.py::test_a_merge_is_its_definition[{row}-BF16]"
         for row in ROWS

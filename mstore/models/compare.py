@@ -127,8 +127,8 @@ class ComparedSums(msgspec.Struct):
     """ComparedSums over some tensors, of the base, each of K models, and each two of them.
 
     base, squares: of norms; None if unknown. products: with their variances, None if unknown.
-    blocks, equal, shared: numbers of blocks: all, the base's, the same in both. Without products,
-    equal and shared are empty, too.
+    blocks, equal, shared: numbers of blocks: all, the base's, the same in both.  Where only norms
+    are asked for, there are no products and no numbers of blocks.
     """
 
     base: float | None
@@ -250,8 +250,7 @@ def comparable(
 class Measure:
     """ComparedSums over each of some tensors.  Used by one thread.
 
-    products: whether to take those of each two models, too, and count equal blocks. meter: counts
-    the bytes of models that are read.
+    meter: counts the bytes of models that are read.
     """
 
     def __init__(
@@ -261,14 +260,12 @@ class Measure:
         inputs: Inputs,
         *,
         reads: Reads = Reads.NOTHING,
-        products: bool = True,
         pool: ThreadPoolExecutor | None = None,
     ) -> None:
         self._catalog = catalog
         self._statistics = statistics
         self._inputs = inputs
         self._reads = reads
-        self._products = products
         self._pool = pool
         self.meter = Meter("compared")
 
@@ -279,16 +276,14 @@ class Measure:
             sides = {name: [member[name] for member in self._inputs.models] for name in batch}
             bases = {name: self._inputs.base[name] for name in batch}
             pairs = [(bases[name], id) for name in batch for id in sides[name] if id != bases[name]]
-            rows = known_rows(self._statistics, pairs, sketches=self._products)
+            rows = known_rows(self._statistics, pairs, sketches=True)
             bounds: dict[Pair, float] = {}
             if self._reads is Reads.NOTHING:
                 without = [pair for pair in dict.fromkeys(pairs) if pair not in rows]
                 bounds = known_products(self._statistics, without)
             squares = self._statistics.squares_of(list(bases.values()))
-            apart: dict[Pair, float] = {}
-            if self._products:
-                two = [pair for ids in sides.values() for pair in itertools.combinations(ids, 2)]
-                apart = known_apart(self._statistics, two)
+            two = [pair for ids in sides.values() for pair in itertools.combinations(ids, 2)]
+            apart = known_apart(self._statistics, two)
             every = [(bases[name], *sides[name]) for name in batch]
             records = iter(self._inputs.records([id for ids in every for id in ids]))
             for name, ids, square in zip(batch, every, squares, strict=True):
@@ -313,7 +308,7 @@ class Measure:
 
                 measured = measure_pair(self._catalog, base, record, self._pool, self.meter)
                 self._statistics.put_pair(measured.finish(*pair))
-                rows |= known_rows(self._statistics, [pair], sketches=self._products)
+                rows |= known_rows(self._statistics, [pair], sketches=True)
             own = rows.get(pair)
             found.append(own)
             squares.append(0.0 if id == base_id else _square(own, bounds.get(pair)))
@@ -325,8 +320,6 @@ class Measure:
             square = measure_squares(self._catalog, base, self._pool)
             self._statistics.put_squares(base_id, square)
         square = square if square is not None and math.isfinite(square) else None
-        if not self._products:
-            return ComparedSums(square, squares, [], base.block_count(), [], [])
         return ComparedSums(
             square,
             squares,
@@ -372,6 +365,36 @@ class Measure:
             for (n, i, j), distance in zip(missing, measured, strict=True):
                 found[n] = _by_distance(squares[i] or 0.0, squares[j] or 0.0, distance)
         return found
+
+
+def known_norms(
+    statistics: StatsStore, inputs: Inputs, names: Sequence[str]
+) -> dict[str, ComparedSums]:
+    """Return the norms of each tensor as far as statistics know them; nothing is read."""
+    found = {}
+    for start in range(0, len(names), _TOGETHER):
+        batch = names[start : start + _TOGETHER]
+        bases = [inputs.base[name] for name in batch]
+        pairs = [
+            [(base, member[name]) for member in inputs.models]
+            for name, base in zip(batch, bases, strict=True)
+        ]
+        moved = [pair for own in pairs for pair in own if pair[0] != pair[1]]
+        rows = known_rows(statistics, moved)
+        without = [pair for pair in dict.fromkeys(moved) if pair not in rows]
+        bounds = known_products(statistics, without) if without else {}
+        for name, own, known in zip(batch, pairs, statistics.squares_of(bases), strict=True):
+            there = [rows[pair] for pair in own if pair in rows]
+            square = known
+            if square is None and there:
+                square = math.fsum(there[0].rows["base_squares"].tolist())
+            norms = [
+                0.0 if base == id else _square(rows.get((base, id)), bounds.get((base, id)))
+                for base, id in own
+            ]
+            is_known = square is not None and math.isfinite(square)
+            found[name] = ComparedSums(square if is_known else None, norms, [], 0, [], [])
+    return found
 
 
 def _square(rows: Digest | None, bound: float | None) -> float | None:

@@ -27,11 +27,11 @@ from mstore.merge.planning.tensors import (
     odd_types,
     own_head_text,
 )
-from mstore.merge.planning.warnings import far_experts, known_sums, moved_tokens_text, swapped
+from mstore.merge.planning.warnings import far_experts, moved_tokens_text, swapped
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand_ins
 from mstore.models.adapters.targets import is_adapter, is_any_adapter
-from mstore.models.compare import ComparedPart, ComparedSums
+from mstore.models.compare import ComparedPart, ComparedSums, Measure, comparable
 from mstore.models.made import conflicts, stated_licence
 from mstore.models.stats.pairs import known_rows
 from mstore.models.stats.store import StatsStore
@@ -263,7 +263,8 @@ def _sums(
         choice=ModelChoice(request.base.model, tuple(one.model for one in given)),
         fill=request.allow_missing,
     )
-    return known_sums(catalog, statistics, inputs, request.only, request.skip, products=True)
+    names, _ = comparable(inputs, request.only, request.skip)
+    return dict(Measure(catalog, statistics, inputs).tensors(names))
 
 
 def _senses(

@@ -383,7 +383,7 @@ class _Combiner:
 
     def _read(self, position: int, member: AdapterMember, module: str) -> Read:
         product = member.products[module]
-        down, up = (read_singles(self._catalog, one) for one in (product.down, product.up))
+        down, up = read_singles(self._catalog, [product.down, product.up])
         if not (np.isfinite(down).all() and np.isfinite(up).all()):
             raise Incompatible(f"{member.name} has elements that are not finite", where=module)
         return Read(down, up, product.scale, member.weight, position)

@@ -190,10 +190,12 @@ class Comparer:
         wanted = [(int(k), int(t), experts[k][t]) for k, t in zip(*is_read.nonzero(), strict=True)]
         stored = [one.blocks for *_, one in wanted if not isinstance(one, AppliedTensor)]
         lengths = iter(self._catalog.lengths.of(stored))
+        adapters = [one for *_, one in wanted if isinstance(one, AppliedTensor)]
+        factors = iter(low_rank.stored_bytes(self._catalog, adapters))
         cost = np.zeros(equal.shape, dtype=np.int64)
         for k, t, one in wanted:
             if isinstance(one, AppliedTensor):
-                cost[k, starts[t]] = low_rank.stored_bytes(self._catalog, one)
+                cost[k, starts[t]] = next(factors)
             else:
                 per_chunk = blocks_per_chunk(one.dtype, chunk, self._catalog.block_size)
                 own = next(lengths)
@@ -283,7 +285,7 @@ def wanted_of(catalog: Catalog, plan: Plan) -> Wanted:
         if sides:
             kinds = tuple([(record.dtype, type(record)) for record, _ in sides])
             groups.setdefault((tensor.chunk_elements, kinds), []).append(sides)
-    costs = [0, 0]
+    adapters: tuple[list[AppliedTensor], list[AppliedTensor]] = [], []
     read_blocks: list[Words] = []
     left_blocks: list[Words] = []
     for (chunk, kinds), members in groups.items():
@@ -308,8 +310,9 @@ def wanted_of(catalog: Catalog, plan: Plan) -> Wanted:
                     at = slice(end, end := end + len(own_states))
                     if lead[at].any():
                         is_left = not read[at][lead[at]].any()
-                        costs[is_left] += low_rank.stored_bytes(catalog, record)
+                        adapters[is_left].append(record)
     none = np.empty((0, ID_WORDS), np.uint64)
+    costs = [sum(low_rank.stored_bytes(catalog, some)) for some in adapters]
     return Wanted(
         np.concatenate([none, *read_blocks]), np.concatenate([none, *left_blocks]), *costs
     )

@@ -11,6 +11,7 @@ survey gives the same with digests and without.  Belongs to one survey; not thre
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,8 @@ Side = tuple[TensorId, Tensor]
 """A tensor of a model, with its record."""
 TOGETHER: Final = 1 << 10
 """Tables of one chunk that are opened together."""
+_READ_TOGETHER: Final = 4
+"""Adapters whose factors a thread reads together."""
 BY_SKETCH: Final = "conflict"
 """The score that compares sketches, which digests leave out."""
 
@@ -104,11 +107,14 @@ class KnownDigests:
             tables = self._statistics.encoded_pairs([pair for pair, _ in some])
             found = SingleTables.decode(tables, ranks if all(ranks) else None)
             sizes = zip(found.elements.tolist(), found.chunk_elements.tolist(), strict=True)
+            rows: dict[Pair, Digest] = {}
             for number, (place, size) in enumerate(zip(found.places.tolist(), sizes, strict=True)):
                 pair, rank = some[place]
-                self._rows[pair] = Digest(found.rows[number : number + 1], *size, is_finite=True)
+                rows[pair] = Digest(found.rows[number : number + 1], *size, is_finite=True)
                 if found.thresholds:
                     self._cuts[*pair, rank] = found.thresholds[number]
+            self._statistics.remember(rows)
+            self._rows |= rows
 
     def find(
         self, pair: Pair, elements: int, chunk: int, ranks: Sequence[int]
@@ -286,11 +292,14 @@ class DeltaStatistics:
         squares = self._facts().squares(base, pool)
         elements = math.prod(base[1].shape)
 
-        def rows_of(record: AppliedTensor) -> Rows:
-            factors = low_rank.load_factors(self._catalog, record, self._factors)
-            return product_rows(factors, squares, elements, chunk)
+        def rows_of(records: Sequence[AppliedTensor]) -> list[Rows]:
+            read = low_rank.load_factors(self._catalog, records, self._factors)
+            return [product_rows(factors, squares, elements, chunk) for factors in read]
 
-        found = dict(zip(products, pool.map(rows_of, products.values()), strict=True))
+        records = list(products.values())
+        some = [records[at : at + _READ_TOGETHER] for at in range(0, len(records), _READ_TOGETHER)]
+        rows = itertools.chain.from_iterable(pool.map(rows_of, some))
+        found = dict(zip(products, rows, strict=True))
         keep_products(self._statistics, found)
         return {k: DeltaSummary(found[pair], ()) for k, pair in moving.items() if pair in found}
 

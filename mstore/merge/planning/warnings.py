@@ -23,7 +23,7 @@ from mstore.merge.planning.tensors import (
 )
 from mstore.models.adapters.inputs import Inputs, stand_ins
 from mstore.models.adapters.targets import is_adapter
-from mstore.models.compare import ComparedSums, Measure, by_layer, comparable
+from mstore.models.compare import ComparedSums, by_layer, comparable, known_norms
 from mstore.models.stats.store import StatsStore
 from mstore.models.vocabulary import tokenizer as tokenizers
 from mstore.models.vocabulary.tokenizer import TokenDifferences, Tokenizer
@@ -405,20 +405,6 @@ def not_finite_text(counts: Sequence[NotFiniteTensor], finite: str = "the base")
 # projections may be new.
 
 
-def known_sums(
-    catalog: Catalog,
-    statistics: StatsStore,
-    inputs: Inputs,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
-    *,
-    products: bool = False,
-) -> dict[str, ComparedSums]:
-    """Return what statistics know of each tensor that may be merged; no block is read."""
-    measure = Measure(catalog, statistics, inputs, products=products)
-    return dict(measure.tensors(comparable(inputs, only, skip)[0]))
-
-
 def far_experts(
     sums: Mapping[str, ComparedSums], experts: Sequence[str], counted: Sequence[bool] = ()
 ) -> dict[str, str]:
@@ -496,7 +482,8 @@ def senseless(
         ]
     try:
         inputs = Inputs.of(catalog, plan)
-        sums = known_sums(catalog, statistics, inputs, plan.criteria.only, plan.criteria.skip)
+        can, _ = comparable(inputs, plan.criteria.only, plan.criteria.skip)
+        sums = known_norms(statistics, inputs, can)
     except (NotFound, Corrupt):
         # Whoever needs what is missing says so.
         return tuple(found)

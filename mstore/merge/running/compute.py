@@ -25,11 +25,20 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Encoded, Policy
 from mstore.blocks.pack_store import PackReads
 from mstore.blocks.reader import Meter
+from mstore.merge.arithmetic.adapters import add_up
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.planning.costs import wanted_of
-from mstore.merge.running.loading import Bytes, LoadBuffers, Loaded, Moved, load, will_need
+from mstore.merge.running.loading import (
+    Bytes,
+    LoadBuffers,
+    Loaded,
+    Moved,
+    apply_adapters,
+    load,
+    will_need,
+)
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.slices import (
     ALL_FINITE,
@@ -59,7 +68,12 @@ def blend(
 
     Raises Incompatible, with the tensor's name, for elements that the kernel refuses.
     """
-    tensor = loaded.task.tensor
+    task, tensor = loaded.task, loaded.task.tensor
+    if task.adds_products:
+        experts = [task.rows[row].factors if row >= 0 else None for row in task.row_of]
+        base, dtypes = loaded.sides[0], (tensor.base_dtype, tensor.out_dtype)
+        add_up(tensor.mix, experts, base, dtypes[0], task.first_index, task.n, out, dtypes[1])
+        return (0,) * len(experts)
     chunk = chunk_of(loaded, quotas)
     own = masks_of(tensor, chunk), row_weights_of(tensor, chunk)
     try:
@@ -138,6 +152,8 @@ class PlanChunks:
         """Return a chunk, and the quotas of ties that it may keep; waits for earlier chunks."""
         meters = self.expert_meter, self.base_meter
         (loaded,) = load([task], self._packs, self._scratch, *meters, self.tasks.moved)
+        if task.adds_products:
+            apply_adapters(loaded)
         return loaded, ledger.take(task.number, tie_counts(loaded, ledger.open)).quotas
 
 

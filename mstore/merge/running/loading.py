@@ -3,7 +3,8 @@
 Decodes stored blocks.  The base of a delta is usually the base's block at the same position, which
 is read anyway; any other block is read as well.
 
-A row that an adapter makes is computed from the base's row, once that is there.
+A row that an adapter makes is computed from the base's row, once that is there, unless the chunk
+is a sum of such rows, which needs none (`merge.arithmetic.adapters`).
 
 Every read is charged to a meter before it happens: a block of an expert costs its bytes at rest,
 and what is read only to decode a delta is charged to the base.  Needs packs but no index.
@@ -75,6 +76,8 @@ class LoadBuffers(threading.local):
 
 class Loaded(msgspec.Struct, frozen=True, gc=False):
     """A chunk in memory: row 0 of `sides` is the base, row 1 + r is `task.rows[r]`.
+
+    If the chunk adds products, only row 0 is there.
 
     plain: the bytes of the base's blocks, and of the blocks that they are differences to.
     """
@@ -149,11 +152,13 @@ def load(
         used += _plain_bytes(news)
         reader.read(wanted, plain | others if others else plain, expert_meter)
     for one in loaded:
-        _apply_adapters(one)
+        if not one.task.adds_products:
+            apply_adapters(one)
     return loaded
 
 
-def _apply_adapters(loaded: Loaded) -> None:
+def apply_adapters(loaded: Loaded) -> None:
+    """Compute the rows that adapters make of the base's."""
     task = loaded.task
     for number, row in enumerate(task.rows, start=1):
         if row.factors is not None:

@@ -91,7 +91,7 @@ def _expert_bytes(catalog: Catalog, tasks: Tasks, chunks: _Chunks) -> int:
                     blocks += split_ids(own)
                 else:
                     adapters.add(record)
-        total += sum(stored_bytes(catalog, record) for record in adapters)
+        total += sum(stored_bytes(catalog, list(adapters)))
         if len(blocks) >= _BLOCKS_TOGETHER:
             total += int(catalog.stored_lengths(blocks).sum())
             blocks = []

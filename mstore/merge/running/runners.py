@@ -713,5 +713,5 @@ def _covered(job: Job) -> TensorCoverage:
         job.tensor.name,
         count,
         bitmap(reused),
-        tuple(map(bitmap, contributed)),
+        tuple([row.tobytes() for row in np.packbits(contributed, axis=1, bitorder="little")]),
     )

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE
 from mstore.blocks.reader import Meter
+from mstore.merge.arithmetic import adapters, kernels
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.row_factors import RowFactors
 from mstore.merge.methods.combination import Kernel
@@ -160,6 +161,18 @@ class ChunkTask(msgspec.Struct, frozen=True, eq=False, gc=False):
         return self.tensor.offset + self.first_index * ITEMSIZES[self.tensor.out_dtype]
 
     @property
+    def adds_products(self) -> bool:
+        """Whether the output is a sum of what adapters add, so that no row need be in memory."""
+        tensor = self.tensor
+        return (
+            bool(self.rows)
+            and all(row.factors is not None and row.factors.magnitude is None for row in self.rows)
+            and tensor.kernel is kernels.run
+            and tensor.row_factors is None
+            and adapters.adds(tensor.mix)
+        )
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes at rest that are read from experts."""
         return sum([row.stored_bytes for row in self.rows])
@@ -224,6 +237,7 @@ class Tasks:
         self._operations = Operations(plan)
         self._mixes: dict[int | str, Mix] = {}
         self._members: dict[str, Members] = {}
+        self._tensors: dict[str, TensorTask] = {}
         self.inputs = Inputs.of(catalog, plan)
         self._base, self._experts = self.inputs.base, self.inputs.experts
         self._read = self._operations.read(plan)
@@ -295,6 +309,12 @@ class Tasks:
 
     def tensor(self, name: str, file: str = "", offset: int = 0) -> TensorTask:
         """Return what a planned tensor's chunks share; `file` and `offset` as in TensorTask."""
+        found = self._tensors.get(name)
+        if found is None:
+            found = self._tensors[name] = self._tensor(name)
+        return msgspec.structs.replace(found, file=file, offset=offset) if file else found
+
+    def _tensor(self, name: str) -> TensorTask:
         planned = self._planned[name]
         base = self.members(name).base
         operation = self.operation(name)
@@ -318,8 +338,8 @@ class Tasks:
             quotas=quotas,
             limited=limited,
             keys=keys,
-            file=file,
-            offset=offset,
+            file="",
+            offset=0,
             selection=selection,
             row_factors=operation.row_factors,
             kernel=operation.method.combine.kernel,
@@ -352,6 +372,7 @@ class Tasks:
         sources = self._locate(
             id for _, blocks, record in every if record is None for id in split_ids(blocks)
         )
+        factors = self._factors.of(record for *_, record in every if record is not None)
         made: list[list[ChunkTask]] = []
         for (tensor, numbers), found in zip(wanted, named, strict=True):
             tasks = []
@@ -359,7 +380,7 @@ class Tasks:
                 base, *others = [
                     Row(dtype, tuple([sources[block] for block in split_ids(blocks)]))
                     if record is None
-                    else Row(dtype, (), self._factors.of(record))
+                    else Row(dtype, (), factors[record])
                     for dtype, blocks, record in rows
                 ]
                 length = tensor.chunk_length(number)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,24 +25,34 @@ from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import AppliedTensor, Tensor
-from mstore.terms.ids import TensorId
 
-TILE: Final = 1024
-"""Columns at a time: that part of the right factor stays in the cache while rows pass."""
-ROWS: Final = 4
-"""Rows at a time: they read the right factor once."""
+_BLOCK: Final = 32
+"""Rows, and columns, that a pass computes at a time."""
+PRODUCTS: Final = ("models/adapters/low_rank.c", "numeric/codes.py")
+"""The source of the passes that compute products."""
+_ROWS: Final = ("numeric/floats.py", "models/adapters/low_rank_passes.py")
+_apply: Final = Pass("mstore.models.adapters.low_rank", "apply", "ipiiiippp", PRODUCTS)
+_squares: Final = Pass("mstore.models.adapters.low_rank", "squares", "pipiiiipp", PRODUCTS)
+_scale_rows: Final = Pass("mstore.models.adapters.low_rank_passes", "scale_rows", "piip", _ROWS)
 
-_SOURCES: Final = (
-    *("numeric/codes.py", "numeric/floats.py"),
-    *("models/adapters/low_rank.py", "models/adapters/low_rank_passes.py"),
+_PRODUCT: Final = np.dtype(
+    [("left", "i8"), ("right", "i8"), ("rank", "i8"), ("scale", "f4"), ("weight", "f4")]
 )
-_apply: Final = Pass("mstore.models.adapters.low_rank_passes", "apply", "ipiippiippp", _SOURCES)
-_squares: Final = Pass("mstore.models.adapters.low_rank_passes", "squares", "pipiipp", _SOURCES)
-_scale_rows: Final = Pass("mstore.models.adapters.low_rank_passes", "scale_rows", "piip", _SOURCES)
 
 Singles = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
+
+
+class Squares(NamedTuple):
+    """Sums of squares: of the widest column of right, of all of right, and of rows of each chunk.
+
+    chunks: of the rows that a chunk has a part of, in the product; in left; of the longest in left.
+    """
+
+    widest: float
+    right: float
+    chunks: list[tuple[float, float, float]]
 
 
 class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -67,46 +78,73 @@ class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
 
         base: the stored bytes of these elements, of type `dtype`.  With magnitudes, whole rows.
         """
-        columns = self.right.shape[1]
-        start = first // columns
-        rows = -(-(first + n) // columns) - start
-        left = self.left[start : start + rows]
+        run, products, block = operands([self], [1.0], base, dtype, first, n)
         assert out.size >= 4 * n
-        assert base.size >= n * ITEMSIZES[dtype]
-        sums = np.empty(ROWS * TILE, dtype=np.float32)
-        _apply(
-            CODES[dtype],
-            base.ctypes.data,
-            first,
-            n,
-            left.ctypes.data,
-            self.right.ctypes.data,
-            self.left.shape[1],
-            columns,
-            self.scale.ctypes.data,
-            sums.ctypes.data,
-            out.ctypes.data,
-        )
+        _apply(*run, products.ctypes.data, block.ctypes.data, out.ctypes.data)
         if self.magnitude is not None:
+            columns = self.right.shape[1]
             assert first % columns == 0
             assert n % columns == 0
+            start, rows = first // columns, n // columns
             own = self.magnitude[start : start + rows]
             _scale_rows(out.ctypes.data, rows, columns, own.ctypes.data)
 
-    def squares(self) -> tuple[Doubles, Doubles, Doubles]:
-        """Return sums of squares: of the rows of left @ right, those of left, the columns of right.
+    def squares(self, n: int, chunk: int) -> Squares:
+        """Return sums of squares of left @ right, of n elements, and of what it is made of.
 
-        From the factors alone, without scale and magnitude: float64[rows], float64[rows] and
-        float64[columns].  A row of the product is off by at most (columns + 2 rank) 2^-52 times the
-        squares of its row of left and of all of right.
+        From the factors alone, without scale and magnitude.  A row of the product is off by at most
+        (columns + 2 rank) 2^-52 times the squares of its row of left and of all of right.
         """
         rows, rank = self.left.shape
         columns = self.right.shape[1]
-        scratch = np.empty((rank + 1, rank), dtype=np.float64)
-        out = np.empty(2 * rows + columns, dtype=np.float64)
+        scratch = np.empty(rank * (rank + 128) + 2 * (rows + 8), dtype=np.float64)
+        out = np.empty(2 + 3 * -(-n // chunk), dtype=np.float64)
         addresses = (self.left.ctypes.data, rows, self.right.ctypes.data, rank, columns)
-        _squares(*addresses, scratch.ctypes.data, out.ctypes.data)
-        return out[:rows], out[rows : 2 * rows], out[2 * rows :]
+        _squares(*addresses, n, chunk, scratch.ctypes.data, out.ctypes.data)
+        widest, right, *chunks = out.tolist()
+        return Squares(widest, right, list(zip(*[iter(chunks)] * 3, strict=True)))
+
+
+class Operands(NamedTuple):
+    """What a pass over a run of elements takes first; valid while base and factors are kept.
+
+    run: code and address of the base; elements of the first row before the run, elements, rows,
+    columns. products: of each expert. block: scratch.
+    """
+
+    run: tuple[int, ...]
+    products: npt.NDArray[np.void]
+    block: Singles
+
+
+def operands(
+    factors: Sequence[Factors],
+    weights: Sequence[float],
+    base: Bytes,
+    dtype: str,
+    first: int,
+    n: int,
+) -> Operands:
+    """Return what a pass takes for elements [first, first + n) of the products of one tensor.
+
+    base: the stored bytes of these elements, of type `dtype`, contiguous.
+    """
+    columns = factors[0].right.shape[1]
+    start, skipped = divmod(first, columns)
+    rows = -(-(skipped + n) // columns)
+    assert base.size >= n * ITEMSIZES[dtype]
+    assert all(one.right.shape[1] == columns for one in factors)
+    assert all(len(one.left) >= start + rows for one in factors)
+    products = np.array(
+        [
+            (one.left[start:].ctypes.data, one.right.ctypes.data, len(one.right), one.scale[0], own)
+            for one, own in zip(factors, weights, strict=True)
+        ],
+        dtype=_PRODUCT,
+    )
+    block = np.empty(_BLOCK * (3 * _BLOCK + int(products["rank"].max())), dtype=np.float32)
+    run = CODES[dtype], base.ctypes.data, skipped, n, rows, columns
+    return Operands(run, products, block)
 
 
 class FactorCache:
@@ -121,55 +159,71 @@ class FactorCache:
         self._meter = meter
         self._limit = limit
         self._lock = threading.Lock()
-        self._kept: OrderedDict[TensorId, Factors] = OrderedDict()
+        self._kept: OrderedDict[AppliedTensor, Factors] = OrderedDict()
         self._size = 0
-        self._charged: set[TensorId] = set()
+        self._charged: set[AppliedTensor] = set()
 
-    def of(self, record: AppliedTensor) -> Factors:
-        """Return the factors of an applied tensor; raises as `load_factors`."""
-        id = record.id()
+    def of(self, records: Iterable[AppliedTensor]) -> dict[AppliedTensor, Factors]:
+        """Return the factors of applied tensors; raises as `load_factors`."""
         with self._lock:
-            found = self._kept.get(id)
-            if found is not None:
-                self._kept.move_to_end(id)
-                return found
+            wanted = dict.fromkeys(records)
+            found = {one: self._kept[one] for one in wanted if one in self._kept}
+            missing = [one for one in wanted if one not in found]
+            again = [one for one in missing if one in self._charged]
+            first = [one for one in missing if one not in self._charged]
             # A failure leaves the charge: those bytes may have been read.
-            meter = None if id in self._charged else self._meter
-            self._charged.add(id)
-            found = self._kept[id] = load_factors(self._catalog, record, meter)
-            self._size += found.nbytes
+            self._charged.update(first)
+            for news, meter in ((first, self._meter), (again, None)):
+                found |= zip(news, load_factors(self._catalog, news, meter), strict=True)
+            for one in missing:
+                self._size += found[one].nbytes
+            self._kept |= found
+            for one in found:
+                self._kept.move_to_end(one)
             while self._size > self._limit and len(self._kept) > 1:
                 _, gone = self._kept.popitem(last=False)
                 self._size -= gone.nbytes
             return found
 
 
-def load_factors(catalog: Catalog, record: AppliedTensor, meter: Meter | None) -> Factors:
-    """Read the factors of a product; `meter` counts their bytes at rest.
+def load_factors(
+    catalog: Catalog, records: Sequence[AppliedTensor], meter: Meter | None
+) -> list[Factors]:
+    """Read the factors of products, with one look into the index; `meter` counts their bytes at
+    rest.
 
     Raises BudgetExceeded, Corrupt, StorageFailed.
     """
-    left, right = (read_singles(catalog, one, meter) for one in (record.left, record.right))
-    if record.transposed:
-        left, right = left.T, right.T
-    magnitude = None
-    if record.magnitude is not None:
-        magnitude = read_singles(catalog, record.magnitude, meter).reshape(-1)
-    return Factors(
-        np.ascontiguousarray(left),
-        np.ascontiguousarray(right),
-        np.array([record.scale], dtype=np.float32),
-        magnitude,
-    )
+    read = iter(read_singles(catalog, [one for own in records for one in own.factors], meter))
+    found = []
+    for record in records:
+        left, right, *more = (next(read) for _ in record.factors)
+        if record.transposed:
+            left, right = left.T, right.T
+        scale = np.array([record.scale], dtype=np.float32)
+        magnitude = more[0].reshape(-1) if more else None
+        left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
+        found.append(Factors(left, right, scale, magnitude))
+    return found
 
 
-def stored_bytes(catalog: Catalog, record: AppliedTensor) -> int:
-    """Return bytes at rest of the factors: what `load_factors` charges.  Raises Corrupt."""
-    blocks = [bytes(block) for one in record.factors for block in one.block_ids()]
-    return int(catalog.stored_lengths(blocks).sum())
+def stored_bytes(catalog: Catalog, records: Sequence[AppliedTensor]) -> list[int]:
+    """Return bytes at rest of each one's factors: what `load_factors` charges.  Raises Corrupt."""
+    lists = [one.blocks for record in records for one in record.factors]
+    lengths = iter(catalog.lengths.of(lists))
+    return [sum(int(next(lengths).sum()) for _ in record.factors) for record in records]
 
 
-def read_singles(catalog: Catalog, record: Tensor, meter: Meter | None = None) -> Singles:
-    """Return a stored tensor as float32, of its shape."""
-    data = catalog.read_blocks(list(record.block_ids()), meter)
-    return singles(data, record.dtype, math.prod(record.shape)).reshape(record.shape)
+def read_singles(
+    catalog: Catalog, records: Sequence[Tensor], meter: Meter | None = None
+) -> list[Singles]:
+    """Return stored tensors as float32, each of its shape."""
+    data = catalog.read_blocks([block for one in records for block in one.block_ids()], meter)
+    found, end = [], 0
+    for one in records:
+        own = data[end : end + one.nbytes]
+        end += one.nbytes
+        if own.ctypes.data % 4:
+            own = own.copy()
+        found.append(singles(own, one.dtype, math.prod(one.shape)).reshape(one.shape))
+    return found

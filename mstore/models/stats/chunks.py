@@ -79,7 +79,7 @@ def chunk_reader(catalog: Catalog, record: Tensor, chunk: int, meter: Meter | No
     which alone the bytes count.  Raises BudgetExceeded, Corrupt, StorageFailed, now and later.
     """
     if isinstance(record, AppliedTensor):
-        factors = load_factors(catalog, record, meter)
+        [factors] = load_factors(catalog, [record], meter)
         return partial(_apply_chunk, catalog, record, factors, chunk)
     return partial(_read_chunk, catalog, record, chunk, meter)
 

@@ -123,10 +123,11 @@ def known_rows(
     sketches: with their sketches, which take longer to find; without, they may be zero.
     """
     wanted = list(dict.fromkeys(pairs))
-    found: dict[Pair, Digest] = {}
+    found: dict[Pair, Digest] = statistics.opened(wanted)
+    wanted = [pair for pair in wanted if pair not in found]
     if not sketches:
         known = zip(wanted, statistics.digests(wanted), strict=True)
-        found = {pair: one for pair, one in known if one is not None}
+        found |= {pair: one for pair, one in known if one is not None}
         wanted = [pair for pair in wanted if pair not in found]
     values = statistics.encoded_pairs(wanted)
     singles = SingleTables.decode(values)
@@ -193,7 +194,8 @@ _TINY: Final = 2.0**-148
 """More than one float32 operation may lose below the normal numbers."""
 _LARGEST: Final = float(np.finfo(np.float32).max)
 _MORE: Final = 1 + 2.0**-20
-"""More than the rounding of a delta, and of the few float64 operations here, can add."""
+"""More than the rounding of a delta, and of float64 sums over rows and a few operations, can add.
+"""
 
 
 def product_rows(factors: Factors, base_squares: float, elements: int, chunk: int) -> Rows:
@@ -211,38 +213,37 @@ def product_rows(factors: Factors, base_squares: float, elements: int, chunk: in
     sum with the base, may overflow.
     """
     assert factors.magnitude is None
-    products, lefts, rights = (one.tolist() for one in factors.squares())
+    squares = factors.squares(elements, chunk)
     rank, columns = factors.right.shape
     scale = abs(float(factors.scale[0]))
     base = math.sqrt(base_squares) if base_squares >= 0 else math.nan
-    right, widest = math.sqrt(math.fsum(rights)), math.sqrt(max(rights, default=0.0))
+    right, widest = math.sqrt(squares.right), math.sqrt(squares.widest)
     # Of the sum of |l_ir r_rj|, by its norm: what float32 adds to a sum, then what float64 adds to
     # the products above.
     added = (2 * rank + 8) * _UNIT + math.sqrt((columns + 3 * rank + 16) * _DOUBLE)
     # An expert's element is rounded to float32, too: by a share of itself.
     rounded = 2 * _UNIT * base
-    rows = np.zeros(-(-elements // chunk), dtype=CHUNK)
-    for number, row in enumerate(rows):
-        first, end = number * chunk, min(elements, (number + 1) * chunk)
-        part = slice(first // columns, (end - 1) // columns + 1)
-        row["base_squares"] = base_squares
-        left, longest = math.sqrt(math.fsum(lefts[part])), math.sqrt(max(lefts[part]))
+    rows = np.zeros(len(squares.chunks), dtype=CHUNK)
+    rows["base_squares"] = base_squares
+    for number, (product, lefts, longest) in enumerate(squares.chunks):
+        left = math.sqrt(lefts)
         is_sane = math.isfinite(left * right) and math.isfinite(scale)
         if is_sane and (left == 0 or right == 0):
             continue
-        row["nonzeros"] = end - first
+        count = min(chunk, elements - number * chunk)
         sums = most = norm = math.inf
         if is_sane:
             lost = (2 * rank + 4) * _TINY * (1 + scale)
-            sums = longest * widest * (1 + added)
+            sums = math.sqrt(longest) * widest * (1 + added)
             most = (scale * sums + rounded) * _MORE + lost
-            moved = math.sqrt(max(0.0, math.fsum(products[part]))) + added * left * right
-            norm = (scale * moved + rounded) * _MORE + math.sqrt(end - first) * lost
+            moved = math.sqrt(max(0.0, product)) + added * left * right
+            norm = (scale * moved + rounded) * _MORE + math.sqrt(count) * lost
         # An element of the expert may overflow, too.
         largest = (base + most) * _MORE
         if not (sums < _LARGEST and largest < _LARGEST and norm < _LARGEST):
             most = norm = math.inf
+        row = rows[number]
+        row["nonzeros"], row["max_abs"] = count, most
         row["sum_squares"] = norm * norm * _MORE
-        row["sum_abs"] = norm * math.sqrt(end - first) * _MORE
-        row["max_abs"] = most
+        row["sum_abs"] = norm * math.sqrt(count) * _MORE
     return rows

@@ -121,6 +121,10 @@ class StatsRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     value: bytes
 
 
+MOST_OPENED: Final = 1 << 16
+"""Pairs whose rows are kept in memory: about 50 MiB."""
+
+
 class StatsStore(DisposableTables):
     """Open statistics of one store."""
 
@@ -128,6 +132,7 @@ class StatsStore(DisposableTables):
         """Open the statistics; recreate them if missing or damaged, and report damage to `tell`."""
         super().__init__(path, DATABASES, "statistics table", tell, most_pending=PENDING_BYTES)
         self._open(create=True)
+        self._opened: dict[tuple[TensorId, TensorId], Digest] = {}
 
     def _get(self, table: Table[_K, _V], key: _K) -> _V | None:
         return self._many(table, [key])[0]
@@ -204,6 +209,21 @@ class StatsStore(DisposableTables):
         """
         rows = self._many(DIGESTS, keys)
         return decoded_digests(rows)
+
+    def opened(self, keys: Iterable[tuple[TensorId, TensorId]]) -> dict[Any, Digest]:
+        """Return the rows of tables that `remember` was told of, with their sketches, by pair."""
+        with self._lock:
+            return {key: self._opened[key] for key in keys if key in self._opened}
+
+    def remember(self, rows: Mapping[tuple[TensorId, TensorId], Digest]) -> None:
+        """Keep the rows of tables of one chunk for whoever asks next: such have no digest at rest.
+
+        In memory, of the last MOST_OPENED pairs at least.
+        """
+        with self._lock:
+            if len(self._opened) > MOST_OPENED:
+                self._opened.clear()
+            self._opened.update(rows)
 
     def cuts(self, keys: Sequence[tuple[TensorId, TensorId, int]]) -> list[Threshold | None]:
         """Return where these pairs' tables are cut at a rank (`histogram.select`), if known."""
