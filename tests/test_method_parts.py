@@ -341,7 +341,7 @@ def test_norms_are_restored(place: Place) -> None:
 def test_larger_elements_are_kept_more_often() -> None:
     """Over many draws, the share of kept elements rises from density - epsilon to + epsilon."""
     sizes = np.tile(np.linspace(0, 1, 50, dtype=np.float32), 4000)
-    kept = masks.ranked(sizes, mask_key(1, 0, "t"), 0, 50, 0.5, 0.3).reshape(-1, 50)
+    kept = masks.Ranks(50, 0.5, 0.3).keep(sizes, mask_key(1, 0, "t"), 0).reshape(-1, 50)
     assert np.allclose(kept.mean(axis=0), np.linspace(0.2, 0.8, 50), atol=0.04)
 
 
@@ -349,7 +349,7 @@ def require_ranks(sizes: Any, length: int, density: float, epsilon: float, first
     """Raise AssertionError unless rows from this element on have the masks of the reference."""
     wanted = reference.by_rank(sizes, length, density, epsilon)
     draws = reference.draws(4, 0, "t", first + sizes.size)[first:].astype(np.uint64)
-    kept = masks.ranked(sizes, mask_key(4, 0, "t"), first, length, density, epsilon)
+    kept = masks.Ranks(length, density, epsilon).keep(sizes, mask_key(4, 0, "t"), first)
     assert np.array_equal(kept, draws < np.rint(wanted * 2.0**32))
 
 

@@ -38,7 +38,7 @@ from mstore.terms.errors import NotFound
 from mstore.terms.ids import ManifestId
 from mstore.terms.report import ProgressCallback
 
-PLANNER = 8
+PLANNER = 9
 """Increment whenever the same request leads to a different plan."""
 
 
