@@ -65,7 +65,7 @@ def deltas(
     found: where they are written; None for new memory.
     """
     found = np.empty(n, dtype=np.float32) if found is None else found
-    base, row = _elements(base, base_dtype, n), _elements(row, row_dtype, n)
+    base, row = elements(base, base_dtype, n), elements(row, row_dtype, n)
     _deltas(
         *(CODES[base_dtype], address(base), base.size),
         *(CODES[row_dtype], address(row), row.size),
@@ -74,8 +74,8 @@ def deltas(
     return found
 
 
-def _elements(stored: npt.NDArray[np.uint8], dtype: str, n: int) -> npt.NDArray[np.uint8]:
-    """Return the bytes of n elements where compiled code may take them as such."""
+def elements(stored: npt.NDArray[np.uint8], dtype: str, n: int) -> npt.NDArray[np.uint8]:
+    """Return the bytes of n elements, contiguous and where compiled code may take them as such."""
     found = np.ascontiguousarray(stored[: n * ITEMSIZES[dtype]])
     # Blocks may be at any offset of a mapped file.
     return found.copy() if address(found) % ITEMSIZES[dtype] else found
@@ -211,7 +211,7 @@ def even_norms(
     """Return `norms` of `deltas` and what `even` keeps of them, without keeping either."""
     scratch = np.empty((4, TILE), dtype=np.uint32)
     lanes, found = np.empty((2, LANES), dtype=np.float64), np.empty(2, dtype=np.float64)
-    base, row = _elements(base, base_dtype, n), _elements(row, row_dtype, n)
+    base, row = elements(base, base_dtype, n), elements(row, row_dtype, n)
     _even_norms(
         *(CODES[base_dtype], address(base), base.size),
         *(CODES[row_dtype], address(row), row.size),
