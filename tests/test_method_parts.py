@@ -246,6 +246,34 @@ def test_rows_that_are_not_finite(value: float, finite: bool) -> None:
         assert np.array_equal(found[[0, 2]], clean[[0, 2]])
 
 
+def test_divergences_that_planning_remembers(tmp_path: Path) -> None:
+    """A merge takes the divergences of rows that planning has just computed; a store that is opened
+    again computes the same ones."""
+    rng = np.random.default_rng(3)
+    shapes = {"rows": (900, 64), "long": (3, 30000), "flat": (5000,)}
+    base = {name: rng.normal(0, 0.02, shape).astype(np.float32) for name, shape in shapes.items()}
+    moved = {
+        name: one + rng.normal(0, 1e-3, one.shape).astype(np.float32) for name, one in base.items()
+    }
+    asked = MergeRequest(base="base", experts=["e0"], method="arcee_fusion")
+    with merged(tmp_path, "arcee_fusion", {}, base, moved) as store:
+        found, catalog = store["merged"].manifest, store._catalog
+        manifests = [catalog.manifest(store[name].manifest) for name in ("base", "e0")]
+        sides = [tensors_of(catalog, one) for one in manifests]
+        for name, one in base.items():
+            known = catalog.row_numbers.get(sides[0][name], sides[1][name])
+            assert known is not None
+            rows = rows_of(np.atleast_2d(one), np.atleast_2d(moved[name]))
+            assert np.array_equal(known, rows.divergences())
+            known[:] = 0
+        store.merge(store.plan(asked), name="none", memo=False)
+        for name, one in base.items():
+            assert np.array_equal(store["none"].tensor(name), one)
+    with Store.open(tmp_path / "store") as store:
+        store.merge(store.plan(asked), name="again", memo=False)
+        assert store["again"].manifest == found
+
+
 def test_quartiles_of_zero(tmp_path: Path) -> None:
     """Where more than three quarters of the elements stay, all that moves is taken; so is a tensor
     of which no row has a divergence.  Where steps are of one size none stands out: nothing is read,

@@ -211,6 +211,11 @@ class TensorFacts:
                 statistics.put_fact(base, *what[place], value)
         return [one for one in found if one is not None]
 
+    def remember(self, side: int, numbers: npt.NDArray[np.float32]) -> None:
+        """Keep a number of each row of an expert in memory, for `Selection.masks`."""
+        ids = self.sides[0][0], self.sides[side][0]
+        self._facts.catalog.row_numbers.put(*ids, numbers)
+
     def squares(self, side: int, lack: Lack) -> float:
         """Return the sum of squares of a side."""
         one = self.sides[side]

@@ -115,6 +115,7 @@ class Important(CutTogether, frozen=True):
     facts = "quartiles of the importance of elements"
     leaves_nothing = "no element of the expert is important enough"
     needs_rows = True
+    remembers = True
     by_norms = False
     ranks_by_bound = True
     masked = 4
@@ -140,14 +141,21 @@ class Important(CutTogether, frozen=True):
         return np.minimum(grid.whole, grid.band)
 
     def masks(
-        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+        self,
+        chunk: Chunk,
+        *,
+        row_length: int,
+        weights: Sequence[float],
+        cut: Cut | None,
+        numbers: Singles | None = None,
     ) -> Masks:
         assert cut is not None
         if not chunk.row_dtypes:
             return np.zeros((len(chunk.row_of), chunk.n), dtype=np.uint8)
         base, expert = stored(chunk)[:2]
         rows = Rows(base, expert, row_length, chunk.n)
-        return alike(rows.important(rows.divergences(), cut.value), len(chunk.row_of))
+        divergence = rows.divergences() if numbers is None else numbers
+        return alike(rows.important(divergence, cut.value), len(chunk.row_of))
 
 
 class _Chunks:
@@ -177,37 +185,42 @@ def _select(facts: TensorFacts) -> tuple[float, float]:
     chunks = _Chunks(facts)
     divergence: dict[int, Singles] = {}
 
-    def look(number: int) -> tuple[Counts, npt.NDArray[np.float64]]:
+    def look(number: int) -> tuple[npt.NDArray[np.int64], Counts, npt.NDArray[np.float64]]:
         rows = chunks.rows(number)
         own = divergence[number] = rows.divergences()
-        return rows.upper(own)
+        counts, squares = rows.upper(own)
+        # Most are 0, and chunks wait for each other: all of them would take much memory.
+        places = counts.nonzero()[0]
+        return places, counts[places], squares[places]
 
-    looks = list(facts.pool.map(look, chunks.numbers))
-    counts = halves.added(one for one, _ in looks)
+    counts = halves.no_counts()
     squares = np.zeros(counts.size)
-    for _, one in looks:
-        squares += one
+    for places, count, square in facts.pool.map(look, chunks.numbers):
+        counts[places] += count
+        squares[places] += square
     # Of infinity and of NaN, with either sign.
     if counts[halves.half_of(np.float32(np.inf)) :].any() or not np.isfinite(squares).all():
         return math.nan, math.nan
     # Of the rank int(q (n - 1)) from the smallest, 0; here from the largest, 1.
-    places = [
+    ranked = [
         halves.place(counts, chunks.elements - (chunks.elements - 1) * quarter // 4)
         for quarter in _QUARTERS
     ]
-    wanted = sorted({top for top, _ in places})
+    wanted = sorted({top for top, _ in ranked})
 
     def lower(number: int) -> Counts:
         return chunks.rows(number).lower(divergence[number], wanted)
 
     below = dict(zip(wanted, halves.added(facts.pool.map(lower, chunks.numbers)), strict=True))
+    facts.remember(1, np.concatenate([divergence[number] for number in chunks.numbers]))
     first, median, third = (
         np.uint32(halves.joined(top, halves.place(below[top], rank)[0])).view(np.float32)
-        for top, rank in places
+        for top, rank in ranked
     )
     least = np.float32(median + _REACH * np.float32(third - first))
     # All elements that share the threshold's upper half are counted.
-    return float(least), math.fsum(squares[halves.half_of(least) :].tolist())
+    kept = squares[halves.half_of(least) :]
+    return float(least), math.fsum(kept[kept.nonzero()].tolist())
 
 
 ARCEE_FUSION: Final = Method(

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.masks import Ranks, Sides, mask_keys
+from mstore.merge.arithmetic.masks import Ranks, Sides, Singles, mask_keys
 from mstore.merge.measures import BEYOND
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.parameters import (
@@ -256,7 +256,13 @@ class Ranked(Drawn, frozen=True):
         return read
 
     def masks(
-        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+        self,
+        chunk: Chunk,
+        *,
+        row_length: int,
+        weights: Sequence[float],
+        cut: Cut | None,
+        numbers: Singles | None = None,
     ) -> Masks:
         found = np.empty((len(chunk.row_of), chunk.n), dtype=np.uint8)
         for k, row in enumerate(chunk.row_of):
