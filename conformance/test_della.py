@@ -56,7 +56,7 @@ def test_probabilities(shape: tuple[int, ...], density: float, epsilon: float) -
     ours = np.broadcast_to(masks.chances(length, density, epsilon), rows.shape)
     assert np.array_equal(np.sort(ours, axis=1), np.sort(theirs.numpy(), axis=1))
     key = mask_key(5, 0, "t")
-    kept = masks.ranked(rows.reshape(-1), key, 0, length, density, epsilon).reshape(rows.shape)
+    kept = masks.Ranks(length, density, epsilon).keep(rows.reshape(-1), key, 0).reshape(rows.shape)
     drawn = masks.draws(key, 0, rows.size).reshape(rows.shape)
     wanted = drawn < np.rint(theirs.numpy().astype(np.float64) * 2.0**32)
     for size, own, other in zip(rows, kept, wanted, strict=True):

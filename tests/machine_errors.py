@@ -141,7 +141,7 @@ def obey() -> int:
     """
     for module in pkgutil.walk_packages(mstore.__path__, "mstore."):
         # Those are compiled from: they import numba.
-        if not module.name.endswith(("passes", "compiling", "philox")):
+        if not module.name.endswith(("passes", "compiling", "draws")):
             importlib.import_module(module.name)
     for line in sys.stdin:
         doing, path, other, *machine = json.loads(line)

@@ -1,8 +1,8 @@
 """Merging written a second time, in numpy on whole tensors, from the definitions alone.
 
 Nothing here imports the code under test.  Arithmetic is float32, one numpy operation at a time,
-sums over experts in plan order; trimming is a stable sort of all elements; the random mask is
-Philox4x32-10 over the whole tensor.  Slow and plain on purpose.
+sums over experts in plan order; trimming is a stable sort of all elements; random masks are
+drawn over the whole tensor.  Slow and plain on purpose.
 """
 
 from __future__ import annotations
@@ -604,7 +604,7 @@ def _cut(magnitudes: Single) -> tuple[np.float32, int]:
 
 def mask_key(seed: int, position: int, tensor: str) -> tuple[int, int]:
     """Key words of the DARE mask of one expert and tensor."""
-    hasher = blake3(derive_key_context="mstore 1 dare mask")
+    hasher = blake3(derive_key_context="mstore 2 mask")
     hasher.update(np.array([seed], "<u8").tobytes())
     hasher.update(np.array([position], "<u4").tobytes())
     hasher.update(tensor.encode("utf-8"))
@@ -614,28 +614,22 @@ def mask_key(seed: int, position: int, tensor: str) -> tuple[int, int]:
 
 def draws(seed: int, position: int, tensor: str, count: int) -> npt.NDArray[np.uint32]:
     """One 32-bit draw an element, for elements 0..count-1."""
-    blocks = np.arange(-(-count // 4), dtype=np.uint64)
-    zero = np.zeros_like(blocks)
-    counter = (blocks % 2**32, blocks // 2**32, zero, zero)
-    words = philox(counter, mask_key(seed, position, tensor))
-    return np.stack(words, axis=1).astype(np.uint32).ravel()[:count]
+    return draws_at(np.arange(count, dtype=np.uint64), mask_key(seed, position, tensor))
 
 
-def philox(counter: Sequence[Array], key: tuple[int, int]) -> list[Array]:
-    """Philox4x32-10 (Salmon et al., SC11, section 5.3), 32-bit words in uint64 arrays."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        left = c0 * np.uint64(0xD2511F53)
-        right = c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (
-            right // 2**32 ^ c1 ^ np.uint64(k0),
-            right % 2**32,
-            left // 2**32 ^ c3 ^ np.uint64(k1),
-            left % 2**32,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return [c0, c1, c2, c3]
+def draws_at(places: Array, key: tuple[int, int]) -> npt.NDArray[np.uint32]:
+    """The draws of elements at these flat indices, uint64: triple32, which a key enters twice.
+
+    Numbers are uint64, cut to 32 bits after each step.
+    """
+    first, second = (np.uint64(word) for word in key)
+    x = (places % 2**32) ^ first
+    x = (x ^ x // 2**17) * np.uint64(0xED5AD4BB) % 2**32
+    x = x ^ x // 2**11
+    x = (x + second + places // 2**32 * np.uint64(0x9E3779B9)) % 2**32
+    x = x * np.uint64(0xAC4C1B51) % 2**32
+    x = (x ^ x // 2**15) * np.uint64(0x31848BAB) % 2**32
+    return (x ^ x // 2**14).astype(np.uint32)
 
 
 def fused(a: Single, b: np.float32, c: Single) -> Single:

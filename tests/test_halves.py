@@ -32,17 +32,3 @@ def test_the_nth_largest(n: int, share: float, parts: int, seed: int) -> None:
     assert found == wanted
     assert left == rank - np.count_nonzero(values > wanted)
     assert halves.half_of(wanted) == high
-
-
-def test_squares_by_half() -> None:
-    """Squares are added in order to those of the upper half, as counts are."""
-    rng = np.random.default_rng(1)
-    bits = rng.normal(0, 1, 3000).astype(np.float32).view(np.uint32)
-    values = rng.normal(0, 1, 3000).astype(np.float32)
-    counts = halves.no_counts()
-    squares = np.zeros(counts.size)
-    halves.count_upper_squares(bits, values, counts, squares)
-    own = bits >> 16
-    assert np.array_equal(counts, np.bincount(own, minlength=counts.size))
-    weights = values.astype(np.float64) ** 2
-    assert np.array_equal(squares, np.bincount(own, weights=weights, minlength=counts.size))

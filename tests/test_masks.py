@@ -130,8 +130,27 @@ def test_ranks_of_long_rows(length: int, kind: str) -> None:
     places = np.argsort(order, axis=1).astype(np.float32)
     wanted = reference.by_rank(places.reshape(-1), length, 0.5, 0.2)
     drawn = reference.draws(9, 0, "t", first + values.size)[first:].astype(np.uint64)
-    kept = masks.ranked(values, mask_key(9, 0, "t"), first, length, 0.5, 0.2)
+    kept = masks.Ranks(length, 0.5, 0.2).keep(values, mask_key(9, 0, "t"), first)
     assert np.array_equal(kept, drawn < np.rint(wanted * 2.0**32))
+
+
+@given(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(1, 70), st.integers(0, 9))
+def test_ranks_of_deltas(base_dtype: str, dtype: str, rows: int, skipped: int) -> None:
+    """Of stored elements, a piece at a time: the mask of all deltas together, and its norms."""
+    length, first = 2000, 2000 * skipped
+    n = rows * length
+    rng = np.random.default_rng(n)
+    base, expert = (
+        rng.normal(0, 1, n).astype(reference.DTYPES[one]).view(np.uint8)
+        for one in (base_dtype, dtype)
+    )
+    sides, key = (base, base_dtype, expert, dtype, n), mask_key(3, 1, "t")
+    ranks, kept = masks.Ranks(length, 0.4, 0.3), np.empty(n, dtype=np.bool_)
+    ranks.mask(sides, key, first, kept)
+    moved = masks.deltas(*sides)
+    assert np.array_equal(kept, ranks.keep(moved, key, first))
+    wanted = (float(np.abs(one).sum(dtype=np.float64)) for one in (moved, moved[kept]))
+    assert ranks.norms(sides, key, first) == pytest.approx(tuple(wanted), rel=1e-13)
 
 
 @pytest.mark.parametrize("length", [1, 7, 300])
@@ -146,7 +165,7 @@ def test_limits_at_the_ends(length: int, density: float, epsilon: float) -> None
     places = np.argsort(order, axis=1)
     limits = np.rint(masks.chances(length, density, epsilon).astype(np.float64) * 2.0**32)
     drawn = reference.draws(9, 0, "t", values.size).astype(np.float64)
-    kept = masks.ranked(values, mask_key(9, 0, "t"), 0, length, density, epsilon)
+    kept = masks.Ranks(length, density, epsilon).keep(values, mask_key(9, 0, "t"), 0)
     assert np.array_equal(kept, drawn < limits[places.reshape(-1)])
 
 

@@ -1,4 +1,4 @@
-"""The DARE draws: the published generator, keyed and counted as the format says."""
+"""The draws of masks: a published hash, keyed as the format says."""
 
 from __future__ import annotations
 
@@ -6,50 +6,54 @@ import numpy as np
 import pytest
 import reference
 
+from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.masks import mask_key, mask_keys
-from mstore.merge.arithmetic.philox import fill_draws, philox
 
-# Counter, key and output words of philox 4x32 10 in Random123's file of known answers.
-KNOWN_ANSWERS = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    (
-        (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
-        (0xFFFFFFFF, 0xFFFFFFFF),
-        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-    ),
-    (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
-]
+# What triple32 in C, as github.com/skeeto/hash-prospector publishes it, makes of numbers.
+UNKEYED = {
+    0: 0,
+    1: 0x042741D6,
+    2: 0xF1DFE8E9,
+    123456789: 0x09A9E661,
+    2**32 - 1: 0x127F588F,
+}
 
 
-@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
-def test_known_answers(
-    counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
-) -> None:
-    """Philox4x32-10 gives the words published with Random123, here and in the reference."""
-    c0, c1, c2, c3 = counter
-    low, high = np.uint64(c0 + (c1 << 32)), np.uint64(c2 + (c3 << 32))
-    assert philox(low, high, np.uint64(key[0]), np.uint64(key[1])) == words
-    arrays = [np.array([word], dtype=np.uint64) for word in counter]
-    assert tuple(int(word[0]) for word in reference.philox(arrays, key)) == words
+def test_known_answers() -> None:
+    """With a key of zeros a draw is the published hash of its place, here and in the reference."""
+    for place, wanted in UNKEYED.items():
+        assert masks.draws(np.zeros(2, dtype=np.uint32), place, 1).tolist() == [wanted]
+        assert reference.draws_at(np.array([place], dtype=np.uint64), (0, 0)).tolist() == [wanted]
 
 
-@pytest.mark.parametrize("first", [0, 1, 255, 2**32 - 1, 2**40 + 3])
-def test_draws_depend_on_the_counter_alone(first: int) -> None:
-    """Draws of a stretch of counters are those of each counter, wherever the stretch begins."""
+@pytest.mark.parametrize("first", [0, 1, 1023, 2**32 - 700, 2**33 + 5, 2**40 - 1])
+def test_draws_depend_on_the_place_alone(first: int) -> None:
+    """Draws of a run of elements are those of each, wherever the run begins, and beyond 2^32."""
     key = mask_key(3, 1, "t")
-    draws = np.zeros(4 * 300 + 1, dtype=np.uint32)
-    fill_draws(key[0], key[1], first, 300, draws)
-    counters = np.arange(first, first + 300, dtype=np.uint64)
-    zero = np.zeros_like(counters)
-    words = reference.philox(
-        (counters % 2**32, counters // 2**32, zero, zero), (int(key[0]), int(key[1]))
+    places = np.arange(first, first + 1500, dtype=np.uint64)
+    wanted = reference.draws_at(places, (int(key[0]), int(key[1])))
+    np.testing.assert_array_equal(masks.draws(key, first, 1500), wanted)
+    one = [int(masks.draws(key, place, 1)[0]) for place in places.tolist()[::97]]
+    assert one == wanted[::97].tolist()
+
+
+@pytest.mark.parametrize("density", [0.05, 0.2, 0.5, 0.9])
+def test_masks_are_as_random_as_they_say(density: float) -> None:
+    """The share that is kept, of the whole, of neighbours at any distance and of two experts at
+    once, is as far from what it should be as chance leaves it: by less than five deviations."""
+    n = 1 << 20
+    first, other = (masks.even(mask_key(0, k, "t"), 0, n, round(density * 2**32)) for k in (0, 1))
+    distances = (1, 2, 3, 4, 7, 8, 16, 64, 128, 1000, 1024, 4096, 11008, 65536)
+    pairs = [first[distance:] & first[:-distance] for distance in distances]
+    both = [first & other, *(first[distance:] & other[:-distance] for distance in distances)]
+    for found, share in [(first, density), *((pair, density**2) for pair in (*pairs, *both))]:
+        # Neighbours overlap: pairs of them vary a little more than independent ones.
+        deviation = (share * (1 + 2 * density) / found.size) ** 0.5
+        assert abs(found.mean() - share) < 5 * deviation
+    counts = first.reshape(-1, 256).sum(axis=1)
+    assert counts.var() == pytest.approx(
+        256 * density * (1 - density), rel=5 * (2 * 256 / n) ** 0.5
     )
-    np.testing.assert_array_equal(draws[:-1].reshape(300, 4), np.stack(words, axis=1))
-    assert draws[-1] == 0
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])

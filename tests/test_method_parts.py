@@ -27,7 +27,7 @@ from mstore.merge.arithmetic.masks import mask_key
 from mstore.merge.arithmetic.row_factors import arc_cosine, sine
 from mstore.merge.measures.estimates import averaged
 from mstore.merge.methods import pcb
-from mstore.merge.methods.arcee_fusion import divergences, importances
+from mstore.merge.methods.arcee_fusion import Rows
 from mstore.merge.methods.consensus import agreed
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.ram import Averaged, shared_counts
@@ -193,7 +193,16 @@ def test_votes_are_those_of_the_paper(
 # -- arcee_fusion ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("scale", "step"), [(1.0, 0.1), (0.02, 1e-4), (40.0, 5.0), (1e-30, 1.0)])
+def rows_of(base: npt.NDArray[np.float32], expert: npt.NDArray[np.float32]) -> Rows:
+    """Rows of float32 arrays of two dimensions."""
+    sides = [(one.reshape(-1).view(np.uint8), "F32") for one in (base, expert)]
+    return Rows(sides[0], sides[1], base.shape[-1], base.size)
+
+
+@pytest.mark.parametrize(
+    ("scale", "step"),
+    [(1.0, 0.1), (0.02, 1e-4), (0.02, 0.2), (40.0, 5.0), (60.0, 1e-4), (300.0, 1e-5), (1e-30, 1.0)],
+)
 @pytest.mark.parametrize("row", [1, 2, 7, 64, 4097])
 def test_divergences_are_exact(scale: float, step: float, row: int) -> None:
     """The divergence of rows is that of 80-bit numbers to half a unit in the last place and 2^-52,
@@ -202,15 +211,24 @@ def test_divergences_are_exact(scale: float, step: float, row: int) -> None:
     base = (scale * rng.standard_normal((40, row))).astype(np.float32)
     expert = (base + scale * step * rng.standard_normal(base.shape)).astype(np.float32)
     expert[3] = base[3]
-    found = divergences(base.ravel(), expert.ravel(), row)
+    rows = rows_of(base, expert)
+    found = rows.divergences()
     exact = reference.divergence(base.ravel(), expert.ravel(), row)
     assert np.all(np.abs(found - exact) <= 2.0**-24 * (1 + 2.0**-20) * exact + 2.0**-52)
     assert found.min() >= 0
     assert found[3] == 0
-    assert np.array_equal(
-        importances(base.ravel(), expert.ravel(), found),
-        np.abs(expert - base).ravel() * np.repeat(found, row),
-    )
+    importance = np.abs(expert - base).ravel() * np.repeat(found, row)
+    for least in (0.0, float(np.median(importance)), float(importance.max())):
+        assert np.array_equal(rows.important(found, least), importance >= np.float32(least))
+    upper = importance.view(np.uint32) >> 16
+    counts, squares = rows.upper(found)
+    assert np.array_equal(counts, np.bincount(upper, minlength=counts.size))
+    weights = (expert - base).ravel().astype(np.float64) ** 2
+    assert np.array_equal(squares, np.bincount(upper, weights=weights, minlength=counts.size))
+    half = int(upper.max())
+    lower = importance.view(np.uint32)[upper == half] & 0xFFFF
+    wanted = np.bincount(lower, minlength=counts.size)
+    assert np.array_equal(rows.lower(found, [half]), [wanted])
 
 
 @pytest.mark.parametrize(("value", "finite"), [(np.nan, False), (np.inf, False), (-np.inf, True)])
@@ -220,12 +238,40 @@ def test_rows_that_are_not_finite(value: float, finite: bool) -> None:
     for side in range(2):
         rows = np.arange(12, dtype=np.float32).reshape(3, 4) / 10
         sides = [rows, rows + np.float32(0.5) * rows**2]
-        clean = divergences(sides[0].ravel(), sides[1].ravel(), 4)
+        clean = rows_of(*sides).divergences()
         sides[side] = sides[side].copy()
         sides[side][1, 2] = value
-        found = divergences(sides[0].ravel(), sides[1].ravel(), 4)
+        found = rows_of(*sides).divergences()
         assert np.isfinite(found[1]) == finite
         assert np.array_equal(found[[0, 2]], clean[[0, 2]])
+
+
+def test_divergences_that_planning_remembers(tmp_path: Path) -> None:
+    """A merge takes the divergences of rows that planning has just computed; a store that is opened
+    again computes the same ones."""
+    rng = np.random.default_rng(3)
+    shapes = {"rows": (900, 64), "long": (3, 30000), "flat": (5000,)}
+    base = {name: rng.normal(0, 0.02, shape).astype(np.float32) for name, shape in shapes.items()}
+    moved = {
+        name: one + rng.normal(0, 1e-3, one.shape).astype(np.float32) for name, one in base.items()
+    }
+    asked = MergeRequest(base="base", experts=["e0"], method="arcee_fusion")
+    with merged(tmp_path, "arcee_fusion", {}, base, moved) as store:
+        found, catalog = store["merged"].manifest, store._catalog
+        manifests = [catalog.manifest(store[name].manifest) for name in ("base", "e0")]
+        sides = [tensors_of(catalog, one) for one in manifests]
+        for name, one in base.items():
+            known = catalog.row_numbers.get(sides[0][name], sides[1][name])
+            assert known is not None
+            rows = rows_of(np.atleast_2d(one), np.atleast_2d(moved[name]))
+            assert np.array_equal(known, rows.divergences())
+            known[:] = 0
+        store.merge(store.plan(asked), name="none", memo=False)
+        for name, one in base.items():
+            assert np.array_equal(store["none"].tensor(name), one)
+    with Store.open(tmp_path / "store") as store:
+        store.merge(store.plan(asked), name="again", memo=False)
+        assert store["again"].manifest == found
 
 
 def test_quartiles_of_zero(tmp_path: Path) -> None:
@@ -341,7 +387,7 @@ def test_norms_are_restored(place: Place) -> None:
 def test_larger_elements_are_kept_more_often() -> None:
     """Over many draws, the share of kept elements rises from density - epsilon to + epsilon."""
     sizes = np.tile(np.linspace(0, 1, 50, dtype=np.float32), 4000)
-    kept = masks.ranked(sizes, mask_key(1, 0, "t"), 0, 50, 0.5, 0.3).reshape(-1, 50)
+    kept = masks.Ranks(50, 0.5, 0.3).keep(sizes, mask_key(1, 0, "t"), 0).reshape(-1, 50)
     assert np.allclose(kept.mean(axis=0), np.linspace(0.2, 0.8, 50), atol=0.04)
 
 
@@ -349,7 +395,7 @@ def require_ranks(sizes: Any, length: int, density: float, epsilon: float, first
     """Raise AssertionError unless rows from this element on have the masks of the reference."""
     wanted = reference.by_rank(sizes, length, density, epsilon)
     draws = reference.draws(4, 0, "t", first + sizes.size)[first:].astype(np.uint64)
-    kept = masks.ranked(sizes, mask_key(4, 0, "t"), first, length, density, epsilon)
+    kept = masks.Ranks(length, density, epsilon).keep(sizes, mask_key(4, 0, "t"), first)
     assert np.array_equal(kept, draws < np.rint(wanted * 2.0**32))
 
 

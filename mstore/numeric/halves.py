@@ -20,7 +20,6 @@ _BINS: Final = 1 << _BITS
 _SOURCES: Final = ("numeric/halves_passes.py",)
 _MODULE: Final = "mstore.numeric.halves_passes"
 _upper: Final = Pass(_MODULE, "upper", "pip", _SOURCES)
-_upper_squares: Final = Pass(_MODULE, "upper_squares", "ppipp", _SOURCES)
 _lower: Final = Pass(_MODULE, "lower", "piip", _SOURCES)
 
 Bits = npt.NDArray[np.uint32]
@@ -49,17 +48,6 @@ def added(counts: Iterable[Counts]) -> Counts:
 def count_upper(bits: Bits, counts: Counts) -> None:
     """Add uint32[n], contiguous, to the counts of their upper halves."""
     _upper(bits.ctypes.data, bits.size, counts.ctypes.data)
-
-
-def count_upper_squares(
-    bits: Bits, values: npt.NDArray[np.float32], counts: Counts, squares: npt.NDArray[np.float64]
-) -> None:
-    """Do `count_upper`, and add the squares of the values, in order, to those of their halves.
-
-    values: float32[n], contiguous. squares: float64[65536].
-    """
-    at = (values.ctypes.data, bits.size, counts.ctypes.data, squares.ctypes.data)
-    _upper_squares(bits.ctypes.data, *at)
 
 
 def count_lower(bits: Bits, half: int, counts: Counts) -> None:

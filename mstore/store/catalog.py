@@ -32,6 +32,7 @@ from mstore.store.objects.canonical import MAX_COUNT
 from mstore.store.objects.snapshot import SnapshotRecord
 from mstore.store.payloads import Payloads
 from mstore.store.refs import refs_in
+from mstore.store.remembered import RowNumbers
 from mstore.terms.errors import Corrupt, NotFound, StorageFailed
 from mstore.terms.ids import ID_BYTES, Identified, ManifestId, NoteId, Revision, SnapshotId
 from mstore.terms.phrases import call
@@ -47,6 +48,8 @@ class Catalog(Payloads):
         super().__init__(layout, index, packs)
         self.config = config
         self._candidates: dict[str, Hold] = {}
+        self.row_numbers = RowNumbers()
+        """What planning computed of rows, for the merge that follows."""
         self.author: Callable[[], str] = str
         """Asked when a snapshot or a note is made: by whom."""
         self.vouched: Callable[[SnapshotId, str], bool] = lambda snapshot, gate: False

@@ -1,8 +1,9 @@
-"""What an open store remembers: decoded records, and what blocks cost at rest.
+"""What an open store remembers: decoded records, what blocks cost at rest, and numbers of rows.
 
 Records: the most recently used in a bounded number of bytes, because every pass decodes one that
 does not fit again. Costs: for one state of the index, because planning asks three times what the
-same blocks cost. Safe for any number of threads.
+same blocks cost. Numbers of rows: a merge needs them again that its plan has computed. Safe for any
+number of threads.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 from mstore.blocks.index import Index
 from mstore.blocks.packs import Kind
 from mstore.store.objects.canonical import Record
-from mstore.terms.ids import ID_BYTES, Buffer, split_ids
+from mstore.terms.ids import ID_BYTES, Buffer, TensorId, split_ids
 
 if TYPE_CHECKING:
     import numpy as np
 
     Lengths = np.ndarray[Any, np.dtype[np.int64]]
+    Singles = np.ndarray[Any, np.dtype[np.float32]]
 
 
 CACHE_BYTES: Final = 64 << 20
@@ -74,6 +76,32 @@ class RecordCache:
             while self._size > self._limit and len(self._kept) > 1:
                 _, (_, size) = self._kept.popitem(last=False)
                 self._size -= size
+
+
+class RowNumbers:
+    """What planning computed of the rows of two tensors, by their ids: the latest, 32 MiB at most.
+
+    That is a number for each row of 8 M rows.
+    """
+
+    def __init__(self, limit: int = 32 << 20) -> None:
+        self._left = limit
+        self._lock = Lock()
+        self._kept: OrderedDict[tuple[TensorId, TensorId], Singles] = OrderedDict()
+
+    def get(self, base: TensorId, expert: TensorId) -> Singles | None:
+        """Return the number of each row, float32[rows], or None."""
+        with self._lock:
+            return self._kept.get((base, expert))
+
+    def put(self, base: TensorId, expert: TensorId, numbers: Singles) -> None:
+        """Keep them, not to be written to, in place of earlier ones of other tensors."""
+        with self._lock:
+            if (base, expert) not in self._kept:
+                self._kept[base, expert] = numbers
+                self._left -= numbers.nbytes
+            while self._left < 0:
+                self._left += self._kept.popitem(last=False)[1].nbytes
 
 
 MOST: Final = 1 << 21

@@ -11,10 +11,10 @@ from typing import Any, Final
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from mstore.merge.arithmetic import arguments, competition_passes, philox, stages, tiles
+from mstore.merge.arithmetic import arguments, competition_passes, draws, stages, tiles
 from mstore.merge.arithmetic import arguments as a
 from mstore.merge.arithmetic.competition_passes import compete
-from mstore.merge.arithmetic.philox import fill_draws
+from mstore.merge.arithmetic.draws import fill_draws
 from mstore.merge.arithmetic.stages import draw, drawn_by, subtract, swap, trim, trim_band
 from mstore.merge.arithmetic.tiles import (
     ALL,
@@ -24,7 +24,6 @@ from mstore.merge.arithmetic.tiles import (
     BASE,
     CONSENSUS,
     DIRECT,
-    DRAWS,
     EXPERT,
     FUSED,
     INFORMED,
@@ -182,7 +181,7 @@ def _invert(count: int, scale: Any, divisor: Any, factor: Any) -> None:
         factor[i] = np.float64(scale) / divisor[i] if divisor[i] > 0.0 else 0.0
 
 
-@entry("ppppppp", floats, philox, competition_passes, stages, tiles, arguments)
+@entry("ppppppp", draws, floats, competition_passes, stages, tiles, arguments)
 def attribute(
     arguments_at: Any,
     sums_at: Any,
@@ -220,7 +219,7 @@ def attribute(
     sums = carray(sums_at, (2, experts + 2), np.float64)
     counts = carray(counts_at, (experts + 3,), np.int64)
     scratch = carray(pointer(given[a.TILES_AT]), (TILES,), np.uint32)
-    draws = carray(pointer(given[a.DRAWS_AT]), (DRAWS,), np.uint32)
+    drawn = carray(pointer(given[a.DRAWS_AT]), (TILE,), np.uint32)
     bases, tile = scratch[BASE : BASE + TILE], scratch[EXPERT : EXPERT + TILE]
     # The winning sign is known only after the last expert.
     voting = carray(votes_at, (experts + 3, TILE), np.float32)
@@ -295,15 +294,11 @@ def attribute(
                 left[high] -= highs if left[high] > 0 else 0
             limit = limits[k]
             if masked:
-                drawn_by(masks[k, start : start + count], draws)
-                draw(count, draws[:count], np.uint32(1), rescales[k], EXPERT, scratch)
+                drawn_by(masks[k, start : start + count], drawn)
+                draw(count, drawn, np.uint32(1), rescales[k], EXPERT, scratch)
             elif limit < ALL:
-                first = first_index + start
-                skipped = first % 4
-                blocks = (skipped + count + 3) // 4
-                fill_draws(keys[k, 0], keys[k, 1], first // 4, blocks, draws)
-                own_draws = draws[skipped : skipped + count]
-                draw(count, own_draws, np.uint32(limit), rescales[k], EXPERT, scratch)
+                fill_draws(keys[k, 0], keys[k, 1], first_index + start, drawn[:count])
+                draw(count, drawn, np.uint32(limit), rescales[k], EXPERT, scratch)
             if kind == AVERAGED:
                 _product(count, _ONE, tile, parts[k])
                 _count_moved(count, parts[k], numbers)

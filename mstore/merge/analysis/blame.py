@@ -371,7 +371,7 @@ _attribute: Final = Pass(
     "attribute",
     "ppppppp",
     (
-        *("numeric/codes.py", "numeric/floats.py", "merge/arithmetic/philox.py"),
+        *("numeric/codes.py", "numeric/floats.py", "merge/arithmetic/draws.py"),
         *("merge/arithmetic/tiles.py", "merge/arithmetic/arguments.py"),
         *("merge/arithmetic/stages.py", "merge/arithmetic/competition_passes.py"),
         "merge/analysis/attribution_passes.py",

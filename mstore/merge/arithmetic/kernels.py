@@ -34,7 +34,7 @@ __all__ = ["COUNTED", "UNLIMITED", "Mix", "count_ties", "mix_chunk", "run"]
 
 _SOURCES: Final = (
     *("numeric/codes.py", "numeric/floats.py"),
-    *("merge/arithmetic/philox.py", "merge/arithmetic/tiles.py", "merge/arithmetic/arguments.py"),
+    *("merge/arithmetic/draws.py", "merge/arithmetic/tiles.py", "merge/arithmetic/arguments.py"),
     *("merge/arithmetic/stages.py", "merge/arithmetic/straight.py", "merge/arithmetic/passes.py"),
 )
 _PASSES: Final = "mstore.merge.arithmetic.passes"

@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from mstore.merge.arithmetic import philox, tiles
-from mstore.merge.arithmetic.philox import fill_draws
-from mstore.merge.arithmetic.tiles import DIGIT, DRAWS, LANES, TILE
+from mstore.merge.arithmetic import draws, tiles
+from mstore.merge.arithmetic.draws import fill_draws
+from mstore.merge.arithmetic.tiles import ALL, DIGIT, LANES, TILE
 from mstore.numeric import floats
 from mstore.numeric.compiling import compiled, entry
 from mstore.numeric.floats import QUIET_NAN, bits_float, float_bits, load_bits
@@ -29,10 +29,10 @@ _ABS: Final = np.uint32(0x7FFFFFFF)
 _INFINITY: Final = np.uint32(0x7F800000)
 
 
-@entry("iiiip", philox)
-def words(key0: int, key1: int, first_block: int, blocks: int, words_at: Any) -> None:
-    """Write the words of `blocks` counters from `first_block` on: uint32[4 * blocks]."""
-    fill_draws(key0, key1, first_block, blocks, carray(words_at, (4 * blocks,), np.uint32))
+@entry("iiiip", draws)
+def words(key0: int, key1: int, first: int, n: int, words_at: Any) -> None:
+    """Write the draws of n elements from flat index `first` on: uint32[n]."""
+    fill_draws(key0, key1, first, carray(words_at, (n,), np.uint32))
 
 
 @compiled
@@ -191,25 +191,32 @@ def _decide(draws: Any, limits: Any, table: Any, found: int, open_to: Any, kept:
 
 
 @compiled
-def _rank(sizes: Any, place: Any) -> Any:
-    """Return the rank of one element, by looking at all."""
-    size = sizes[place]
-    rank = np.uint32(0)
+def _smaller(sizes: Any, size: Any) -> Any:
+    found = np.uint32(0)
     for i in range(sizes.size):
-        rank = np.uint32(rank + np.uint32(sizes[i] < size))
-    for i in range(place):
-        rank = np.uint32(rank + np.uint32(sizes[i] == size))
-    return rank
+        found = np.uint32(found + np.uint32(sizes[i] < size))
+    return found
 
 
-@entry("pppiiippppppp", floats, tiles)
+@compiled
+def _equal(sizes: Any, size: Any) -> Any:
+    found = np.uint32(0)
+    for i in range(sizes.size):
+        found = np.uint32(found + np.uint32(sizes[i] == size))
+    return found
+
+
+@entry("ppiiiiiipppppppp", draws, floats, tiles)
 def ranked(
     values_at: Any,
-    draws_at: Any,
     limits_at: Any,
     rows: int,
     length: int,
     bits: int,
+    key0: int,
+    key1: int,
+    first_index: int,
+    draws_at: Any,
     sizes_at: Any,
     open_at: Any,
     table_at: Any,
@@ -221,17 +228,17 @@ def ranked(
     """Write which elements of rows have a draw below the limit of their rank: uint8[rows, length].
 
     values: float32[rows, length], ranked by magnitude from the smallest, equal ones by index, any
-    NaN last. draws: uint32[rows, length]. limits: uint64[length], by rank, none below the one
-    before. bits: the number of buckets is 2^bits. Scratch: sizes: uint32[length]. open: uint32[3,
-    length]. table: uint64[2^bits + 1]. keys, spare: uint64[length]. counters: uint32[P * 2^DIGIT],
-    P the digits of 32 bits.
+    NaN last. limits: uint64[length], by rank, none below the one before. bits: the number of
+    buckets is 2^bits. first_index: of the first row's first element. Scratch: draws, sizes:
+    uint32[length]. open: uint32[3, length]. table: uint64[2^bits + 1]. keys, spare: uint64[length].
+    counters: uint32[P * 2^DIGIT], P the digits of 32 bits.
 
     Few draws are between the lowest and the highest limit, and most of those are not between those
     of their bucket; only what is left needs its rank itself.
     """
     values = carray(values_at, (rows, length), np.uint32)
-    draws = carray(draws_at, (rows, length), np.uint32)
     limits = carray(limits_at, (length,), np.uint64)
+    mine = carray(draws_at, (length,), np.uint32)
     sizes = carray(sizes_at, (length,), np.uint32)
     open_to = carray(open_at, (3, length), np.uint32)
     table = carray(table_at, ((1 << bits) + 1,), np.uint64)
@@ -240,15 +247,18 @@ def ranked(
     counters = carray(counters_at, (-(-_KEY_BITS // DIGIT) << DIGIT,), np.uint32)
     kept = carray(kept_at, (rows, length), np.uint8)
     for row in range(rows):
-        mine, own = draws[row], kept[row]
+        own = kept[row]
+        fill_draws(key0, key1, first_index + row * length, mine)
         _keep_below(mine, limits[0], own)
         top = _sizes(values[row], sizes)
         found = _count(sizes, top, bits, mine, limits, table, open_to)
         left = _decide(mine, limits, table, found, open_to, own)
         if left <= _FEW:
             for number in range(left):
-                at = np.uint64(open_to[0, number])
-                own[at] = np.uint64(mine[at]) < limits[_rank(sizes, np.int64(at))]
+                place = np.int64(open_to[0, number])
+                size = sizes[place]
+                before = np.uint64(_smaller(sizes, size)) + np.uint64(_equal(sizes[:place], size))
+                own[place] = np.uint64(mine[place]) < limits[before]
             continue
         for i in range(length):
             keys[i] = np.uint64(np.uint64(sizes[i]) << _PLACE) | np.uint64(i)
@@ -290,33 +300,67 @@ def squares(values_at: Any, kept_at: Any, n: int, lanes_at: Any, found_at: Any) 
 
 
 @compiled
-def _add_norms(values: Any, kept: Any, lanes: Any) -> None:
-    """Add magnitudes to the first lanes, and those that are kept to the second."""
-    before, after = lanes[0], lanes[1]
-    for start in range(0, values.size, LANES):
-        count = min(LANES, values.size - start)
-        own, mine = values[start : start + count], kept[start : start + count]
-        for i in range(count):
-            size = np.float64(abs(own[i]))
-            before[i] += size
-            after[i] += size if mine[i] else 0.0
+def _add_up(sizes: Any, lanes: Any) -> None:
+    """Add numbers, whole runs of LANES, to their lanes."""
+    for start in range(0, sizes.size, LANES):
+        own = sizes[start : start + LANES]
+        for i in range(LANES):
+            lanes[i] += np.float64(own[i])
 
 
-@entry("ppipp", tiles)
-def norms(values_at: Any, kept_at: Any, n: int, lanes_at: Any, found_at: Any) -> None:
+@compiled
+def _add_sizes(sizes: Any, left: Any, count: int, lanes: Any) -> None:
+    """Add the first numbers of two tiles, as bits, to their lanes; fills up the last run."""
+    end = -(-count // LANES) * LANES
+    # What is added up has no sign, so zeros change nothing.
+    sizes[count:end] = np.uint32(0)
+    left[count:end] = np.uint32(0)
+    _add_up(sizes[:end].view(np.float32), lanes[0])
+    _add_up(left[:end].view(np.float32), lanes[1])
+
+
+@compiled
+def _split(values: Any, kept: Any, sizes: Any, left: Any) -> None:
+    """Write the magnitudes of numbers, as bits, and those of the kept ones, 0 for others."""
+    for i in range(values.size):
+        size = np.uint32(values[i] & _ABS)
+        sizes[i] = size
+        left[i] = size if kept[i] else np.uint32(0)
+
+
+@compiled
+def _split_below(values: Any, draws: Any, limit: Any, sizes: Any, left: Any) -> None:
+    """Do `_split` where those are kept whose draw is below the limit."""
+    for i in range(values.size):
+        size = np.uint32(values[i] & _ABS)
+        sizes[i] = size
+        left[i] = size if draws[i] < limit else np.uint32(0)
+
+
+@entry("ppippp", tiles)
+def norms(
+    values_at: Any, kept_at: Any, n: int, scratch_at: Any, lanes_at: Any, found_at: Any
+) -> None:
     """Write the sum of the magnitudes of float32[n], and of those that are kept: float64[2].
 
-    Element i goes to lane i % LANES; the lanes are added by halving. lanes: float64[2, LANES].
+    Element i goes to lane i % LANES; the lanes are added by halving. scratch: uint32[2, TILE].
+    lanes: float64[2, LANES].
     """
+    values = carray(values_at, (n,), np.uint32)
+    kept = carray(kept_at, (n,), np.uint8)
+    scratch = carray(scratch_at, (2, TILE), np.uint32)
     lanes = carray(lanes_at, (2, LANES), np.float64)
     found = carray(found_at, (2,), np.float64)
     lanes[:] = 0.0
-    _add_norms(carray(values_at, (n,), np.float32), carray(kept_at, (n,), np.uint8), lanes)
+    for start in range(0, n, TILE):
+        end = min(start + TILE, n)
+        _split(values[start:end], kept[start:end], scratch[0], scratch[1])
+        _add_sizes(scratch[0], scratch[1], end - start, lanes)
     found[0] = _halved(lanes[0])
     found[1] = _halved(lanes[1])
 
 
-@entry("ipiipiiiiiippp", floats, philox, tiles)
+@entry("ipiipiiiiiippp", draws, floats, tiles)
 def even_norms(
     base_code: int,
     base_at: Any,
@@ -335,26 +379,25 @@ def even_norms(
 ) -> None:
     """Do `norms` of `deltas`, of which a draw below the limit keeps an element.
 
-    scratch: uint32[3 * TILE + DRAWS]. lanes: float64[2, LANES].
+    scratch: uint32[4, TILE]. lanes: float64[2, LANES].
     """
     base = carray(base_at, (base_length,), np.uint8)
     row = carray(row_at, (row_length,), np.uint8)
-    scratch = carray(scratch_at, (3 * TILE + DRAWS,), np.uint32)
+    scratch = carray(scratch_at, (4, TILE), np.uint32)
     lanes = carray(lanes_at, (2, LANES), np.float64)
     found = carray(found_at, (2,), np.float64)
-    ours, theirs = scratch[:TILE], scratch[TILE : 2 * TILE]
-    moved, draws = scratch[2 * TILE : 3 * TILE], scratch[3 * TILE :]
-    kept = theirs.view(np.uint8)[:TILE]
+    ours, theirs, drawn, moved = scratch[0], scratch[1], scratch[2], scratch[3]
     lanes[:] = 0.0
-    skipped, below = first_index % 4, np.uint64(limit)
+    keeps_all = limit >= ALL
+    below = np.uint32(1) if keeps_all else np.uint32(limit)
+    drawn[:] = np.uint32(0)
     for start in range(0, n, TILE):
         count = min(TILE, n - start)
         own = moved[:count]
         _subtract(base_code, base, row_code, row, start, ours, theirs, own)
-        fill_draws(key0, key1, (first_index + start) // 4, (skipped + count + 3) // 4, draws)
-        mine = draws[skipped : skipped + count]
-        for i in range(count):
-            kept[i] = np.uint64(mine[i]) < below
-        _add_norms(own.view(np.float32), kept[:count], lanes)
+        if not keeps_all:
+            fill_draws(key0, key1, first_index + start, drawn[:count])
+        _split_below(own, drawn, below, ours, theirs)
+        _add_sizes(ours, theirs, count, lanes)
     found[0] = _halved(lanes[0])
     found[1] = _halved(lanes[1])

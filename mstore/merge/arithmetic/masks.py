@@ -10,40 +10,34 @@ order of mergekit 0.1.5 (Deep et al. 2024, arXiv 2406.11617, MAGPRUNE).  A row o
 the probability density.
 
 A draw is a pure function of its element's position: seed, expert and tensor become the key of the
-generator (`philox`), which makes one 32-bit word per element from its flat index.  So a mask does
+generator (`draws`), which makes one 32-bit word per element from its flat index.  So a mask does
 not depend on chunk boundaries, threads, or the order of work.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from mstore.merge.arithmetic.tiles import (
-    DIGIT,
-    DRAWS,
-    LANES,
-    TILE,
-    Scratch,
-    address,
-    rows_together,
-)
+from mstore.merge.arithmetic.tiles import DIGIT, LANES, TILE, Scratch, address, rows_together
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
 
 _SOURCES: Final = (
-    *("numeric/codes.py", "numeric/floats.py", "merge/arithmetic/philox.py"),
+    *("numeric/codes.py", "numeric/floats.py", "merge/arithmetic/draws.py"),
     *("merge/arithmetic/tiles.py", "merge/arithmetic/mask_passes.py"),
 )
 _MODULE: Final = "mstore.merge.arithmetic.mask_passes"
 _words: Final = Pass(_MODULE, "words", "iiiip", _SOURCES)
 _deltas: Final = Pass(_MODULE, "deltas", "ipiipiipp", _SOURCES)
-_ranked: Final = Pass(_MODULE, "ranked", "pppiiippppppp", _SOURCES)
+_ranked: Final = Pass(_MODULE, "ranked", "ppiiiiiipppppppp", _SOURCES)
 _squares: Final = Pass(_MODULE, "squares", "ppipp", _SOURCES)
-_norms: Final = Pass(_MODULE, "norms", "ppipp", _SOURCES)
+_norms: Final = Pass(_MODULE, "norms", "ppippp", _SOURCES)
 _even_norms: Final = Pass(_MODULE, "even_norms", "ipiipiiiiiippp", _SOURCES)
 _scratch: Final = Scratch()
 
@@ -54,16 +48,24 @@ Singles = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 
+Sides = tuple[npt.NDArray[np.uint8], str, npt.NDArray[np.uint8], str, int]
+"""Stored bytes of base and expert, each with its element type, and the number of elements."""
+
+
 def deltas(
     base: npt.NDArray[np.uint8],
     base_dtype: str,
     row: npt.NDArray[np.uint8],
     row_dtype: str,
     n: int,
+    found: Singles | None = None,
 ) -> Singles:
-    """Return expert - base of n elements, float32[n], as the merge's pass has it."""
-    found = np.empty(n, dtype=np.float32)
-    base, row = _elements(base, base_dtype, n), _elements(row, row_dtype, n)
+    """Return expert - base of n elements, float32[n], as the merge's pass has it.
+
+    found: where they are written; None for new memory.
+    """
+    found = np.empty(n, dtype=np.float32) if found is None else found
+    base, row = elements(base, base_dtype, n), elements(row, row_dtype, n)
     _deltas(
         *(CODES[base_dtype], address(base), base.size),
         *(CODES[row_dtype], address(row), row.size),
@@ -72,8 +74,8 @@ def deltas(
     return found
 
 
-def _elements(stored: npt.NDArray[np.uint8], dtype: str, n: int) -> npt.NDArray[np.uint8]:
-    """Return the bytes of n elements where compiled code may take them as such."""
+def elements(stored: npt.NDArray[np.uint8], dtype: str, n: int) -> npt.NDArray[np.uint8]:
+    """Return the bytes of n elements, contiguous and where compiled code may take them as such."""
     found = np.ascontiguousarray(stored[: n * ITEMSIZES[dtype]])
     # Blocks may be at any offset of a mapped file.
     return found.copy() if address(found) % ITEMSIZES[dtype] else found
@@ -81,11 +83,9 @@ def _elements(stored: npt.NDArray[np.uint8], dtype: str, n: int) -> npt.NDArray[
 
 def draws(key: npt.NDArray[np.uint32], first_index: int, n: int) -> npt.NDArray[np.uint32]:
     """Return the words of elements [first_index, first_index + n): uint32[n]; key: uint32[2]."""
-    skipped = first_index % 4
-    blocks = (skipped + n + 3) // 4
-    found = np.empty(4 * blocks, dtype=np.uint32)
-    _words(int(key[0]), int(key[1]), first_index // 4, blocks, address(found))
-    return found[skipped : skipped + n]
+    found = np.empty(n, dtype=np.uint32)
+    _words(int(key[0]), int(key[1]), first_index, n, address(found))
+    return found
 
 
 def even(key: npt.NDArray[np.uint32], first_index: int, n: int, limit: int) -> Bools:
@@ -96,42 +96,79 @@ def even(key: npt.NDArray[np.uint32], first_index: int, n: int, limit: int) -> B
     return kept
 
 
-def ranked(
-    values: Singles,
-    key: npt.NDArray[np.uint32],
-    first_index: int,
-    row_length: int,
-    density: float,
-    epsilon: float,
-) -> Bools:
-    """Return bool[n]: which of the elements of whole rows are kept.
+class Ranks:
+    """What is kept of rows of one length by the ranks of their elements; for one thread.
 
-    values: float32[n], contiguous, ranked by their magnitudes.
+    Owns memory for one row, and for the deltas of some.
     """
-    kept = np.ones(values.size, dtype=bool)
-    if density >= 1:
-        return kept
-    # Exact: a float32 times 2^32 fits a float64.
-    limits = np.rint(chances(row_length, density, epsilon).astype(np.float64) * 2.0**32)
-    limits = np.maximum(limits, 0).astype(np.uint64)
-    bits = min(max(row_length.bit_length() - 2, _BUCKETS[0]), _BUCKETS[1])
-    sizes = np.empty(row_length, dtype=np.uint32)
-    open_to = np.empty((3, row_length), dtype=np.uint32)
-    table = np.empty((1 << bits) + 1, dtype=np.uint64)
-    keys, spare = np.empty((2, row_length), dtype=np.uint64)
-    counters = np.empty(-(-32 // DIGIT) << DIGIT, dtype=np.uint32)
-    step = rows_together(row_length)
-    for start in range(0, values.size, step):
-        part = values[start : start + step]
-        drawn = draws(key, first_index + start, part.size)
-        _ranked(
-            *(address(part), address(drawn), address(limits)),
-            *(part.size // row_length, row_length, bits),
-            *(address(sizes), address(open_to), address(table)),
-            *(address(keys), address(spare), address(counters)),
-            address(kept[start : start + step]),
+
+    def __init__(self, length: int, density: float, epsilon: float) -> None:
+        # Exact: a float32 times 2^32 fits a float64.
+        limits = np.rint(chances(length, density, epsilon).astype(np.float64) * 2.0**32)
+        self._limits = np.maximum(limits, 0).astype(np.uint64)
+        self._length = length
+        self._bits = min(max(length.bit_length() - 2, _BUCKETS[0]), _BUCKETS[1])
+        self._scratch = (
+            *np.empty((2, length), dtype=np.uint32),
+            np.empty((3, length), dtype=np.uint32),
+            np.empty((1 << self._bits) + 1, dtype=np.uint64),
+            *np.empty((2, length), dtype=np.uint64),
+            np.empty(-(-32 // DIGIT) << DIGIT, dtype=np.uint32),
         )
-    return kept
+
+    def keep(
+        self,
+        values: Singles,
+        key: npt.NDArray[np.uint32],
+        first_index: int,
+        kept: Bools | None = None,
+    ) -> Bools:
+        """Return which of the elements of whole rows are kept: bool[n].
+
+        values: float32[n], contiguous, ranked by their magnitudes. kept: where that is written;
+        None for new memory.
+        """
+        kept = np.empty(values.size, dtype=np.bool_) if kept is None else kept
+        _ranked(
+            *(address(values), address(self._limits)),
+            *(values.size // self._length, self._length, self._bits),
+            *(int(key[0]), int(key[1]), first_index),
+            *(*map(address, self._scratch), address(kept)),
+        )
+        return kept
+
+    def mask(
+        self, sides: Sides, key: npt.NDArray[np.uint32], first_index: int, kept: Bools
+    ) -> None:
+        """Write which of the deltas of whole rows are kept: bool[n]."""
+        for start, end, moved in self._pieces(sides):
+            self.keep(moved, key, first_index + start, kept[start:end])
+
+    def norms(
+        self, sides: Sides, key: npt.NDArray[np.uint32], first_index: int
+    ) -> tuple[float, float]:
+        """Return the sum of the magnitudes of deltas, and that of those which are kept."""
+        kept = np.empty(min(sides[-1], rows_together(self._length)), dtype=np.bool_)
+        found = []
+        for start, end, moved in self._pieces(sides):
+            own = kept[: end - start]
+            found.append(norms(moved, self.keep(moved, key, first_index + start, own)))
+        before, after = (math.fsum(column) for column in zip(*found, strict=True))
+        return before, after
+
+    def _pieces(self, sides: Sides) -> Iterator[tuple[int, int, Singles]]:
+        """Yield pieces of whole rows: where one starts and ends, and its deltas, until the next."""
+        base, base_dtype, row, row_dtype, n = sides
+        step = rows_together(self._length)
+        moved = np.empty(min(n, step), dtype=np.float32)
+        for start in range(0, n, step):
+            end = min(start + step, n)
+            ours, theirs = (
+                base[start * ITEMSIZES[base_dtype] :],
+                row[start * ITEMSIZES[row_dtype] :],
+            )
+            own = moved[: end - start]
+            yield start, end, deltas(ours, base_dtype, theirs, row_dtype, end - start, own)
 
 
 def chances(length: int, density: float, epsilon: float) -> Singles:
@@ -151,8 +188,12 @@ def squares(values: Singles, kept: Bools) -> float:
 
 def norms(values: Singles, kept: Bools) -> tuple[float, float]:
     """Return the sum of the magnitudes of float32[n], and that of those which are kept."""
+    scratch = np.empty((2, TILE), dtype=np.uint32)
     lanes, found = np.empty((2, LANES), dtype=np.float64), np.empty(2, dtype=np.float64)
-    _norms(address(values), address(kept), values.size, address(lanes), address(found))
+    _norms(
+        *(address(values), address(kept), values.size),
+        *(address(scratch), address(lanes), address(found)),
+    )
     before, after = found.tolist()
     return before, after
 
@@ -168,9 +209,9 @@ def even_norms(
     limit: int,
 ) -> tuple[float, float]:
     """Return `norms` of `deltas` and what `even` keeps of them, without keeping either."""
-    scratch = np.empty(3 * TILE + DRAWS, dtype=np.uint32)
+    scratch = np.empty((4, TILE), dtype=np.uint32)
     lanes, found = np.empty((2, LANES), dtype=np.float64), np.empty(2, dtype=np.float64)
-    base, row = _elements(base, base_dtype, n), _elements(row, row_dtype, n)
+    base, row = elements(base, base_dtype, n), elements(row, row_dtype, n)
     _even_norms(
         *(CODES[base_dtype], address(base), base.size),
         *(CODES[row_dtype], address(row), row.size),
@@ -181,7 +222,7 @@ def even_norms(
     return before, after
 
 
-KEY_CONTEXT: Final = "mstore 1 dare mask"
+KEY_CONTEXT: Final = "mstore 2 mask"
 """BLAKE3 derive_key context of the keys: part of the format, so it never changes."""
 
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from mstore.merge.arithmetic import arguments, philox, stages, straight, tiles
+from mstore.merge.arithmetic import arguments, draws, stages, straight, tiles
 from mstore.merge.arithmetic import arguments as a
-from mstore.merge.arithmetic.philox import fill_draws
+from mstore.merge.arithmetic.draws import fill_draws
 from mstore.merge.arithmetic.stages import NOTHING as _NOTHING
 from mstore.merge.arithmetic.stages import (
     count_equal,
@@ -42,7 +42,6 @@ from mstore.merge.arithmetic.tiles import (
     COUNTED,
     DIFFERS,
     DIRECT,
-    DRAWS,
     EXPERT,
     FOURTH,
     FUSED,
@@ -336,7 +335,7 @@ def _pay(quotas: Any, left: Any, ties: Any, slot: int, found: int) -> None:
         left[slot] -= found
 
 
-@entry("p", floats, philox, stages, straight, tiles, arguments)
+@entry("p", draws, floats, stages, straight, tiles, arguments)
 def mix(arguments_at: Any) -> None:
     """Do `kernels.mix_chunk`; write its result into the ties of the arguments."""
     given = carray(arguments_at, (a.FIELDS,), np.int64)
@@ -368,7 +367,7 @@ def mix(arguments_at: Any) -> None:
     out = carray(pointer(given[a.OUT_AT]), (given[a.OUT_LENGTH],), np.uint8)
     scratch = carray(pointer(given[a.TILES_AT]), (TILES,), np.uint32)
     grouped = scratch[WEIGHTS : WEIGHTS + GROUP].view(np.float32)
-    draws = carray(pointer(given[a.DRAWS_AT]), (DRAWS,), np.uint32)
+    drawn = carray(pointer(given[a.DRAWS_AT]), (TILE,), np.uint32)
     working = carray(pointer(given[a.WORKING_AT]), (slots + experts_count,), np.int64)
     left, experts = working[:slots], working[slots:]
     ties = carray(pointer(given[a.TIES_AT]), (slots,), np.int64)
@@ -480,18 +479,15 @@ def mix(arguments_at: Any) -> None:
                     else:
                         weigh(count, weights[k], at, scratch)
                     continue
-                below, skipped = _ALWAYS, 0
+                below = _ALWAYS
                 if masked:
-                    drawn_by(masks[k, start : start + count], draws)
+                    drawn_by(masks[k, start : start + count], drawn)
                 elif limit < ALL:
-                    below, first = np.uint32(limit), first_index + start
-                    skipped = first % 4
-                    blocks = (skipped + count + 3) // 4
-                    fill_draws(keys[k, 0], keys[k, 1], first // 4, blocks, draws)
+                    below = np.uint32(limit)
+                    fill_draws(keys[k, 0], keys[k, 1], first_index + start, drawn[:count])
                 else:
-                    draws[:count] = 0
-                own = draws[skipped : skipped + count]
-                weigh_drawn(count, rescales[k], weight, own, below, at, scratch)
+                    drawn[:count] = 0
+                weigh_drawn(count, rescales[k], weight, drawn, below, at, scratch)
                 if kind == CONSENSUS:
                     drop_nan(count, at, scratch)
             for j in range(members, GROUP):
@@ -529,7 +525,7 @@ def mix(arguments_at: Any) -> None:
             ties[k] = quotas[k] - left[k]
 
 
-@entry("iipiipiipp", floats, philox, stages, tiles)
+@entry("iipiipiipp", draws, floats, stages, tiles)
 def count(
     base_code: int,
     base_length: int,

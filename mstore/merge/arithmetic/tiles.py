@@ -36,7 +36,6 @@ THIRD: Final = EXPERT + 2 * STRIDE
 FOURTH: Final = EXPERT + 3 * STRIDE
 WEIGHTS: Final = EXPERT + GROUP * STRIDE
 TILES: Final = WEIGHTS + GROUP
-DRAWS: Final = TILE + 8
 TOGETHER: Final = 1 << 16
 """Elements that numpy works on at a time: temporary arrays are that large."""
 DIGIT: Final = 11
@@ -93,7 +92,7 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self._tiles = np.zeros(TILES, dtype=np.uint32)
-        self._draws = np.zeros(DRAWS, dtype=np.uint32)
+        self._draws = np.zeros(TILE, dtype=np.uint32)
         self.tiles_at = address(self._tiles)
         self.draws_at = address(self._draws)
         self._arguments, self._arguments_at = memoryview(b""), 0

@@ -17,9 +17,8 @@ from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.arithmetic.tiles import TOGETHER, rows_together
+from mstore.merge.arithmetic.tiles import TOGETHER
 from mstore.models.stats.chunks import chunk_blocks, chunk_reader, tensor_chunk
-from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.halves import Bits
 from mstore.store.catalog import Catalog
@@ -37,16 +36,6 @@ def pieces_of_deltas(
         end = min(start + TOGETHER, n)
         side = _from(base, start), base[1]
         yield start, end, [masks.deltas(*side, _from(e, start), e[1], end - start) for e in experts]
-
-
-def pieces_of_rows(
-    sides: Sequence[Stored], row_length: int, n: int
-) -> Iterator[tuple[int, int, list[Singles]]]:
-    """Yield pieces of whole rows of n elements: where one starts and ends, and each side there."""
-    step = rows_together(row_length)
-    for start in range(0, n, step):
-        end = min(start + step, n)
-        yield start, end, [singles(_from(one, start), one[1], end - start) for one in sides]
 
 
 def pieces_of_chunk(chunk: Chunk) -> Iterator[tuple[int, int, list[Singles | None]]]:

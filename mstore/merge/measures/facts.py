@@ -38,6 +38,9 @@ from mstore.terms.phrases import Option
 
 Side = tuple[TensorId, Tensor]
 
+Readers = tuple[int, ReadChunk, ReadChunk]
+"""The elements of a chunk, and what reads those of the base and of an expert."""
+
 Lack = tuple[str, str]
 """What is wrong where all elements are finite, and what a tensor lacks then."""
 
@@ -185,15 +188,33 @@ class TensorFacts:
 
         measure: makes all, if one is not known.  Raises BadRequest if it may not.
         """
+
+        def those(places: Sequence[int]) -> list[float]:
+            every = list(measure())
+            return [every[place] for place in places]
+
+        return self.each(what, those)
+
+    def each(
+        self,
+        what: Sequence[tuple[TensorId, bytes]],
+        measure: Callable[[Sequence[int]], Iterable[float]],
+    ) -> list[float]:
+        """Return facts as `once` does; measure: makes those at the places that are not known."""
         base, statistics = self.sides[0][0], self._facts.statistics
         found = statistics.facts([(base, id, key) for id, key in what])
-        known = [one for one in found if one is not None]
-        if len(known) < len(found):
+        missing = [place for place, one in enumerate(found) if one is None]
+        if missing:
             self._require_analysis()
-            known = list(map(float, measure()))
-            for (id, key), value in zip(what, known, strict=True):
-                statistics.put_fact(base, id, key, value)
-        return known
+            for place, value in zip(missing, map(float, measure(missing)), strict=True):
+                found[place] = value
+                statistics.put_fact(base, *what[place], value)
+        return [one for one in found if one is not None]
+
+    def remember(self, side: int, numbers: npt.NDArray[np.float32]) -> None:
+        """Keep a number of each row of an expert in memory, for `Selection.masks`."""
+        ids = self.sides[0][0], self.sides[side][0]
+        self._facts.catalog.row_numbers.put(*ids, numbers)
 
     def squares(self, side: int, lack: Lack) -> float:
         """Return the sum of squares of a side."""
@@ -260,7 +281,7 @@ class TensorFacts:
         data = np.concatenate(list(self.pool.map(read, range(-(-elements // chunk)))))
         return singles(data, record.dtype, elements).reshape(record.shape)
 
-    def readers(self, side: int, *, whole: bool) -> tuple[int, ReadChunk, ReadChunk]:
+    def readers(self, side: int, *, whole: bool) -> Readers:
         """Return the elements of a chunk, and what reads those of the base and of an expert.
 
         whole: a chunk is whole rows.

@@ -14,24 +14,24 @@ the lower half in a second.  No pass keeps more than chunks, and the divergences
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.masks import Singles
+from mstore.merge.arithmetic.masks import Singles, elements
 from mstore.merge.arithmetic.tiles import address
-from mstore.merge.measures.deltas import pieces_of_rows, stored
+from mstore.merge.measures.deltas import Stored, stored
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.selection import Cut, CutTogether, Masks, Measured, alike
 from mstore.models.stats.chunks import row_length as length_of
 from mstore.numeric import halves
+from mstore.numeric.codes import CODES
 from mstore.numeric.halves import Counts
 from mstore.numeric.passes import Pass
 
@@ -39,32 +39,63 @@ if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
 
 
-_divergences: Final = Pass(
-    "mstore.merge.arithmetic.importance_passes",
-    "divergences",
-    "ppiipp",
-    ("merge/arithmetic/importance_passes.py",),
+_MODULE: Final = "mstore.merge.arithmetic.importance_passes"
+_SOURCES: Final = (
+    *("numeric/codes.py", "numeric/floats.py", "numeric/halves_passes.py"),
+    "merge/arithmetic/importance_passes.py",
 )
+_divergences: Final = Pass(_MODULE, "divergences", "ipiipiiipppp", _SOURCES)
+_upper: Final = Pass(_MODULE, "upper", "ipiipiiipppp", _SOURCES)
+_lower: Final = Pass(_MODULE, "lower", "ipiipiiippppi", _SOURCES)
+_take: Final = Pass(_MODULE, "take", "ipiipiiippip", _SOURCES)
+_LANES: Final = 16
 
 
-def divergences(base: Singles, expert: Singles, row_length: int) -> Singles:
-    """Return the divergence of each row, float32[n / row_length], NaN if it is not finite.
+class Rows:
+    """Whole rows of a base and of an expert, n elements: what passes over them take.
 
-    base, expert: float32[n], contiguous, whole rows.
+    base, expert: stored bytes and element types.
     """
-    rows = base.size // row_length
-    found = np.empty(rows, dtype=np.float32)
-    scratch = np.empty((2, row_length), dtype=np.float64)
-    base, expert = np.ascontiguousarray(base), np.ascontiguousarray(expert)
-    _divergences(address(base), address(expert), rows, row_length, address(scratch), address(found))
-    return found
 
+    def __init__(self, base: Stored, expert: Stored, row_length: int, n: int) -> None:
+        self._sides = [(elements(data, dtype, n), CODES[dtype]) for data, dtype in (base, expert)]
+        self._shape = n // row_length, row_length
+        self._singles = np.empty((4, row_length), dtype=np.float32)
 
-def importances(base: Singles, expert: Singles, divergence: Singles) -> Singles:
-    """Return float32[n]; divergence: of each row.  Equal elements have none."""
-    sizes = np.abs(expert - base).reshape(divergence.size, -1)
-    found: Singles = sizes * divergence[:, None]
-    return found.reshape(-1)
+    def _arguments(self) -> tuple[int, ...]:
+        sides = [(code, address(data), data.size) for data, code in self._sides]
+        return (*sides[0], *sides[1], *self._shape, address(self._singles))
+
+    def divergences(self) -> Singles:
+        """Return the divergence of each row, float32[rows], NaN if it is not finite."""
+        rows, length = self._shape
+        found = np.empty(rows, dtype=np.float32)
+        scratch, lanes = np.empty((3, length)), np.empty(_LANES)
+        _divergences(*self._arguments(), address(scratch), address(lanes), address(found))
+        return found
+
+    def upper(self, divergence: Singles) -> tuple[Counts, npt.NDArray[np.float64]]:
+        """Return how many importances have each upper half, and the squares of their deltas."""
+        counts = halves.no_counts()
+        squares = np.zeros(counts.size)
+        _upper(*self._arguments(), address(divergence), address(counts), address(squares))
+        return counts, squares
+
+    def lower(self, divergence: Singles, wanted: Sequence[int]) -> Counts:
+        """Return how many have each lower half, of those with each of these upper halves."""
+        found, own = halves.no_counts(len(wanted)), np.array(wanted, dtype=np.int64)
+        _lower(
+            *(*self._arguments(), address(divergence)),
+            *(address(own), address(found), len(wanted)),
+        )
+        return found
+
+    def important(self, divergence: Singles, least: float) -> Bools:
+        """Return bool[n]: which elements are of this importance, a float32, or more."""
+        found = np.empty(math.prod(self._shape), dtype=np.bool_)
+        bits = int(np.float32(least).view(np.uint32))
+        _take(*self._arguments(), address(divergence), bits, address(found))
+        return found
 
 
 _QUARTERS: Final = (1, 2, 3)
@@ -84,6 +115,7 @@ class Important(CutTogether, frozen=True):
     facts = "quartiles of the importance of elements"
     leaves_nothing = "no element of the expert is important enough"
     needs_rows = True
+    remembers = True
     by_norms = False
     ranks_by_bound = True
     masked = 4
@@ -109,43 +141,40 @@ class Important(CutTogether, frozen=True):
         return np.minimum(grid.whole, grid.band)
 
     def masks(
-        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+        self,
+        chunk: Chunk,
+        *,
+        row_length: int,
+        weights: Sequence[float],
+        cut: Cut | None,
+        numbers: Singles | None = None,
     ) -> Masks:
         assert cut is not None
-        found = np.zeros(chunk.n, dtype=np.bool_)
-        if chunk.row_dtypes:
-            sides = stored(chunk)[:2]
-            for start, end, (base, expert) in pieces_of_rows(sides, row_length, chunk.n):
-                divergence = divergences(base, expert, row_length)
-                found[start:end] = importances(base, expert, divergence) >= np.float32(cut.value)
-        return alike(found, len(chunk.row_of))
+        if not chunk.row_dtypes:
+            return np.zeros((len(chunk.row_of), chunk.n), dtype=np.uint8)
+        base, expert = stored(chunk)[:2]
+        rows = Rows(base, expert, row_length, chunk.n)
+        divergence = rows.divergences() if numbers is None else numbers
+        return alike(rows.important(divergence, cut.value), len(chunk.row_of))
 
 
-class _Look(msgspec.Struct, frozen=True):
-    """Of a chunk: the divergences of rows, by piece; elements by upper half, and their squares."""
-
-    divergence: list[Singles]
-    counts: Counts
-    squares: npt.NDArray[np.float64]
-
-
-class _Rows:
+class _Chunks:
     """A base and an expert, read in chunks of whole rows."""
 
     def __init__(self, facts: TensorFacts) -> None:
         self._dtypes = facts.base.dtype, facts.sides[1][1].dtype
         self._chunk, *self._readers = facts.readers(1, whole=True)
         self.elements = facts.elements
-        self.length = length_of(facts.base.shape)
+        self._length = length_of(facts.base.shape)
         self.numbers = range(-(-self.elements // self._chunk))
 
-    def read(self, number: int) -> Iterator[list[Singles]]:
-        """Yield a chunk of base and expert in pieces of whole rows, float32[n]."""
-        elements = min(self._chunk, self.elements - number * self._chunk)
-        data = [read(number) for read in self._readers]
-        sides = list(zip(data, self._dtypes, strict=True))
-        for _, _, both in pieces_of_rows(sides, self.length, elements):
-            yield both
+    def rows(self, number: int) -> Rows:
+        """Read a chunk."""
+        base, expert = (
+            (read(number), dtype) for read, dtype in zip(self._readers, self._dtypes, strict=True)
+        )
+        n = min(self._chunk, self.elements - number * self._chunk)
+        return Rows(base, expert, self._length, n)
 
 
 def _select(facts: TensorFacts) -> tuple[float, float]:
@@ -153,49 +182,45 @@ def _select(facts: TensorFacts) -> tuple[float, float]:
 
     Reads the expert twice.  NaN for tensors that are not finite.
     """
-    rows = _Rows(facts)
+    chunks = _Chunks(facts)
+    divergence: dict[int, Singles] = {}
 
-    def look(number: int) -> _Look:
-        counts, divergence = halves.no_counts(), []
-        squares = np.zeros(counts.size)
-        with np.errstate(invalid="ignore", over="ignore"):
-            for mine, theirs in rows.read(number):
-                divergence.append(divergences(mine, theirs, rows.length))
-                bits = importances(mine, theirs, divergence[-1]).view(np.uint32)
-                halves.count_upper_squares(bits, theirs - mine, counts, squares)
-        return _Look(divergence, counts, squares)
+    def look(number: int) -> tuple[npt.NDArray[np.int64], Counts, npt.NDArray[np.float64]]:
+        rows = chunks.rows(number)
+        own = divergence[number] = rows.divergences()
+        counts, squares = rows.upper(own)
+        # Most are 0, and chunks wait for each other: all of them would take much memory.
+        places = counts.nonzero()[0]
+        return places, counts[places], squares[places]
 
-    looks = list(facts.pool.map(look, rows.numbers))
-    counts = halves.added(one.counts for one in looks)
+    counts = halves.no_counts()
     squares = np.zeros(counts.size)
-    for one in looks:
-        squares += one.squares
+    for places, count, square in facts.pool.map(look, chunks.numbers):
+        counts[places] += count
+        squares[places] += square
     # Of infinity and of NaN, with either sign.
     if counts[halves.half_of(np.float32(np.inf)) :].any() or not np.isfinite(squares).all():
         return math.nan, math.nan
     # Of the rank int(q (n - 1)) from the smallest, 0; here from the largest, 1.
-    places = [
-        halves.place(counts, rows.elements - (rows.elements - 1) * quarter // 4)
+    ranked = [
+        halves.place(counts, chunks.elements - (chunks.elements - 1) * quarter // 4)
         for quarter in _QUARTERS
     ]
-    wanted = sorted({top for top, _ in places})
+    wanted = sorted({top for top, _ in ranked})
 
     def lower(number: int) -> Counts:
-        found = halves.no_counts(len(wanted))
-        for (mine, theirs), own in zip(rows.read(number), looks[number].divergence, strict=True):
-            bits = importances(mine, theirs, own).view(np.uint32)
-            for top, counted in zip(wanted, found, strict=True):
-                halves.count_lower(bits, top, counted)
-        return found
+        return chunks.rows(number).lower(divergence[number], wanted)
 
-    below = dict(zip(wanted, halves.added(facts.pool.map(lower, rows.numbers)), strict=True))
+    below = dict(zip(wanted, halves.added(facts.pool.map(lower, chunks.numbers)), strict=True))
+    facts.remember(1, np.concatenate([divergence[number] for number in chunks.numbers]))
     first, median, third = (
         np.uint32(halves.joined(top, halves.place(below[top], rank)[0])).view(np.float32)
-        for top, rank in places
+        for top, rank in ranked
     )
     least = np.float32(median + _REACH * np.float32(third - first))
     # All elements that share the threshold's upper half are counted.
-    return float(least), math.fsum(squares[halves.half_of(least) :].tolist())
+    kept = squares[halves.half_of(least) :]
+    return float(least), math.fsum(kept[kept.nonzero()].tolist())
 
 
 ARCEE_FUSION: Final = Method(

@@ -78,7 +78,13 @@ class Agreed(Selection, frozen=True):
         return self.experts
 
     def masks(
-        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+        self,
+        chunk: Chunk,
+        *,
+        row_length: int,
+        weights: Sequence[float],
+        cut: Cut | None,
+        numbers: Singles | None = None,
     ) -> Masks:
         found = np.zeros(chunk.n, dtype=np.bool_)
         for start, end, sides in pieces_of_chunk(chunk):

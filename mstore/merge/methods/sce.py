@@ -142,7 +142,13 @@ class Varied(CutTogether, frozen=True):
         return super().fits(thresholds, listed) and len(set(thresholds)) == 1
 
     def masks(
-        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+        self,
+        chunk: Chunk,
+        *,
+        row_length: int,
+        weights: Sequence[float],
+        cut: Cut | None,
+        numbers: Singles | None = None,
     ) -> Masks:
         assert cut is not None
         found = np.empty(chunk.n, dtype=np.bool_)

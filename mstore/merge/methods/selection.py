@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.merge.arithmetic.arguments import Chunk
+from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.parameters import AROUND_BASE, Parameter, Value
 from mstore.store.objects.plan import Mixture, TrimThreshold
@@ -109,6 +110,8 @@ class Selection(msgspec.Struct, frozen=True):
     """Whether a chunk keeps the base's bytes if no expert moves it, however it is combined."""
     masked: ClassVar[int] = 0
     """The kernel's code for where masks come from (`Mix`); 0 for none."""
+    remembers: ClassVar[bool] = False
+    """Whether `measure` remembers a number of each row of the only expert."""
     weighs: ClassVar[bool] = True
     """Whether factors of a mixture take the place of weights; else kept deltas have both."""
     steps: ClassVar[int] = 0
@@ -255,11 +258,18 @@ class Selection(msgspec.Struct, frozen=True):
         return None
 
     def masks(
-        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+        self,
+        chunk: Chunk,
+        *,
+        row_length: int,
+        weights: Sequence[float],
+        cut: Cut | None,
+        numbers: Singles | None = None,
     ) -> Masks | None:
         """Return uint8[K, n], 1 where an element is taken; None if the kernel itself selects.
 
-        cut: as `cut` returns it.
+        cut: as `cut` returns it. numbers: what `measure` remembered of each row of the chunk; None
+        if that is not in memory.
         """
         return None
 

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.masks import mask_keys
+from mstore.merge.arithmetic.masks import Ranks, Sides, Singles, mask_keys
 from mstore.merge.measures import BEYOND
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.parameters import (
@@ -44,14 +44,12 @@ from mstore.store.objects.plan import Mixture, TrimThreshold
 from mstore.terms.errors import BadRequest
 
 if TYPE_CHECKING:
-    from mstore.merge.measures.facts import TensorFacts
+    from mstore.merge.measures.facts import Readers, TensorFacts
 
 
-Sides = tuple[npt.NDArray[np.uint8], str, npt.NDArray[np.uint8], str, int]
-"""Stored bytes of base and expert, each with its element type, and the number of elements."""
 _SMALLEST_NORM: Final = 1e-7
 """Below this, a norm is not restored (as in mergekit)."""
-_NORMS: Final = b"norms 2"
+_NORMS: Final = b"norms 3"
 """Names how norms are summed: another order may round otherwise."""
 
 
@@ -97,36 +95,66 @@ class Drawn(Selection, frozen=True):
         if not self.needs_facts:
             return Measured()
         keys = mask_keys(self.seed, self.experts, facts.name)
-        factors = []
-        for k, side in enumerate(facts.experts):
-            if facts.is_base(side) or weightless[k] or self.densities[k] >= 1:
-                factors.append(1.0)
-                continue
-            what = _NORMS + struct.pack("<2d", *self._chances(k)) + keys[k].tobytes()
-            key = [(facts.sides[side][0], blake3(what).digest(length=16))]
-            (ratio,) = facts.once(key, partial(self._ratio, facts, side, keys[k]))
-            lack = BEYOND, "the L1 norm of a delta cannot be restored"
-            factors.append(facts.finite(ratio, (0, side), lack))
+        measured = [
+            k
+            for k, side in enumerate(facts.experts)
+            if not (facts.is_base(side) or weightless[k] or self.densities[k] >= 1)
+        ]
+        what = [
+            (
+                facts.sides[1 + k][0],
+                blake3(_NORMS + struct.pack("<2d", *self._chances(k)) + keys[k].tobytes()).digest(
+                    length=16
+                ),
+            )
+            for k in measured
+        ]
+        ratios = facts.each(what, lambda few: self._ratios(facts, [measured[i] for i in few], keys))
+        factors = [1.0] * self.experts
+        lack = BEYOND, "the L1 norm of a delta cannot be restored"
+        for k, ratio in zip(measured, ratios, strict=True):
+            factors[k] = facts.finite(ratio, (0, 1 + k), lack)
         return Measured(factors=tuple(factors))
 
     def _chances(self, expert: int) -> tuple[float, float]:
         """Return what the probabilities of an expert's elements follow from."""
         return self.densities[expert], -1
 
-    def _ratio(self, facts: TensorFacts, side: int, key: npt.NDArray[np.uint32]) -> list[float]:
-        """Measure the L1 norm of a delta over that of what the mask leaves of it, one number."""
-        chunk, read_base, read_other = facts.readers(side, whole=self.needs_rows)
+    def _ratios(
+        self, facts: TensorFacts, experts: Sequence[int], keys: npt.NDArray[np.uint32]
+    ) -> list[float]:
+        """Measure the L1 norm of deltas over that of what the mask leaves of them, of each expert.
 
-        def norms(number: int) -> tuple[float, float]:
-            first = number * chunk
-            n = min(chunk, facts.elements - first)
-            own, data = read_base(number), read_other(number)
-            sides = own, facts.base.dtype, data, facts.sides[side][1].dtype, n
-            return self._norms(facts, side - 1, sides, key, first)
+        A chunk of the base is read once for all experts of one element type.
+        """
+        readers = {k: facts.readers(1 + k, whole=self.needs_rows) for k in experts}
+        found: dict[int, float] = {}
+        for chunk in dict.fromkeys(one[0] for one in readers.values()):
+            own = {k: one for k, one in readers.items() if one[0] == chunk}
+            norms = partial(self._norms_of_chunk, facts, own, keys)
+            every = list(facts.pool.map(norms, range(-(-facts.elements // chunk))))
+            for k, parts in zip(own, zip(*every, strict=True), strict=True):
+                before, after = (math.fsum(column) for column in zip(*parts, strict=True))
+                found[k] = 1.0 if min(before, after) < _SMALLEST_NORM else before / after
+        return [found[k] for k in experts]
 
-        found = list(facts.pool.map(norms, range(-(-facts.elements // chunk))))
-        before, after = (math.fsum(column) for column in zip(*found, strict=True))
-        return [1.0 if min(before, after) < _SMALLEST_NORM else before / after]
+    def _norms_of_chunk(
+        self,
+        facts: TensorFacts,
+        readers: Mapping[int, Readers],
+        keys: npt.NDArray[np.uint32],
+        number: int,
+    ) -> list[tuple[float, float]]:
+        """Return the norms of a chunk's deltas, before and after the mask, of some experts."""
+        chunk, read_base, _ = next(iter(readers.values()))
+        first = number * chunk
+        base = read_base(number), facts.base.dtype
+        n = min(chunk, facts.elements - first)
+        found = []
+        for k, (_, _, read) in readers.items():
+            sides = (*base, read(number), facts.sides[1 + k][1].dtype, n)
+            found.append(self._norms(facts, k, sides, keys[k], first))
+        return found
 
     def _norms(
         self,
@@ -216,9 +244,8 @@ class Ranked(Drawn, frozen=True):
         key: npt.NDArray[np.uint32],
         first: int,
     ) -> tuple[float, float]:
-        moved = masks.deltas(*sides)
         row = length_of(facts.base.shape)
-        return masks.norms(moved, masks.ranked(moved, key, first, row, *self._chances(expert)))
+        return Ranks(row, *self._chances(expert)).norms(sides, key, first)
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -229,15 +256,24 @@ class Ranked(Drawn, frozen=True):
         return read
 
     def masks(
-        self, chunk: Chunk, *, row_length: int, weights: Sequence[float], cut: Cut | None
+        self,
+        chunk: Chunk,
+        *,
+        row_length: int,
+        weights: Sequence[float],
+        cut: Cut | None,
+        numbers: Singles | None = None,
     ) -> Masks:
-        found = np.ones((len(chunk.row_of), chunk.n), dtype=np.uint8)
+        found = np.empty((len(chunk.row_of), chunk.n), dtype=np.uint8)
         for k, row in enumerate(chunk.row_of):
-            if row >= 0 and self.densities[k] < 1:
-                expert = chunk.rows[row], chunk.row_dtypes[row]
-                moved = masks.deltas(chunk.base, chunk.base_dtype, *expert, chunk.n)
-                chances = row_length, *self._chances(k)
-                found[k] = masks.ranked(moved, chunk.keys[k], chunk.first_index, *chances)
+            if row < 0 or self.densities[k] >= 1:
+                found[k] = 1
+                continue
+            base, expert = (chunk.base, chunk.base_dtype), (chunk.rows[row], chunk.row_dtypes[row])
+            ranks = Ranks(row_length, *self._chances(k))
+            ranks.mask(
+                (*base, *expert, chunk.n), chunk.keys[k], chunk.first_index, found[k].view(np.bool_)
+            )
         return found
 
     def chances(self) -> tuple[bytes, ...]:

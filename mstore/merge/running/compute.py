@@ -85,9 +85,12 @@ def blend(
 
 def masks_of(tensor: TensorTask, chunk: Chunk) -> Bytes | None:
     """Return uint8[K, n], 1 where an element is taken; None if the kernel itself selects."""
-    weights = tensor.mix.weights.tolist()
+    weights, length = tensor.mix.weights.tolist(), tensor.row_length
+    numbers = tensor.numbers
+    if numbers is not None:
+        numbers = numbers[chunk.first_index // length :][: chunk.n // length]
     return tensor.selection.masks(
-        chunk, row_length=tensor.row_length, weights=weights, cut=tensor.cut
+        chunk, row_length=length, weights=weights, cut=tensor.cut, numbers=numbers
     )
 
 

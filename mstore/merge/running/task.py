@@ -84,6 +84,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     turn        how factors follow from what is read
     kernel      what computes a chunk
     cut         where a selection of all experts together ends; None for others
+    numbers     what planning remembered of each row; None if that is not in memory
     file        the output file of the tensor, and `offset`, its position there; they only say
                 which blocks are adjacent
     """
@@ -105,6 +106,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     row_factors: RowFactors | None
     kernel: Kernel
     cut: Cut | None = None
+    numbers: npt.NDArray[np.float32] | None = None
 
     @property
     def chunks(self) -> int:
@@ -316,7 +318,8 @@ class Tasks:
 
     def _tensor(self, name: str) -> TensorTask:
         planned = self._planned[name]
-        base = self.members(name).base
+        members = self.members(name)
+        base = members.base
         operation = self.operation(name)
         thresholds, quotas, keys, limited = self._nothing
         selection = operation.selection
@@ -344,6 +347,9 @@ class Tasks:
             row_factors=operation.row_factors,
             kernel=operation.method.combine.kernel,
             cut=selection.cut(planned.thresholds),
+            numbers=self._catalog.row_numbers.get(members.base_id, members.expert_ids[0])
+            if selection.remembers
+            else None,
         )
 
     def reused(self, tensor: TensorTask) -> npt.NDArray[np.bool_]:
