@@ -161,8 +161,8 @@ class FuseOperations:
         )
 
     def absent_for(self, path: str) -> float:
-        """Return how long a name stays away: as long as its directory stays the same."""
-        return self._tree.lasts(path.rpartition("/")[0])
+        """Return how long a name that is not there may be taken to stay away."""
+        return self._tree.absent_for(path)
 
     @_answers_errno
     def listing(self, path: str) -> list[tuple[str, Status | None, int, int]]:

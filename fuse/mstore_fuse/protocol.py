@@ -43,10 +43,10 @@ class Opcode(IntEnum):
 
 _ASYNC_READ: Final = 1 << 0
 _DO_READDIRPLUS: Final = 1 << 13
-_READDIRPLUS_AUTO: Final = 1 << 14
 _PARALLEL_DIROPS: Final = 1 << 18
 _MAX_PAGES: Final = 1 << 22
-_WANTED: Final = _ASYNC_READ | _DO_READDIRPLUS | _READDIRPLUS_AUTO | _PARALLEL_DIROPS | _MAX_PAGES
+# Attributes with every listing: left to choose, the kernel asks for those of the first names only.
+_WANTED: Final = _ASYNC_READ | _DO_READDIRPLUS | _PARALLEL_DIROPS | _MAX_PAGES
 
 DIRECT_IO: Final = 1 << 0
 """Of an opened file: nothing is read from, nor kept in, the page cache."""

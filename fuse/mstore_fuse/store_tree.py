@@ -97,9 +97,17 @@ class StoreTree:
 
     def lasts(self, path: str) -> float:
         top, _, rest = path.partition("/")
-        if top != "snapshots" or not rest:
+        if not rest:
+            # Always there, and always the same.
+            return IMMUTABLE_FOR
+        if top != "snapshots":
             return 0.0
         return IMMUTABLE_FOR if "/" in rest else COLLECTED_WITHIN
+
+    def absent_for(self, path: str) -> float:
+        # Of a snapshot that there is; another one may come.
+        is_inside = path.startswith("snapshots/") and path.count("/") > 1
+        return COLLECTED_WITHIN if is_inside else 0.0
 
     def entry(self, path: str) -> Attributes:
         place = self._find(path)
@@ -318,6 +326,9 @@ class BelowTree:
 
     def lasts(self, path: str) -> float:
         return self._store.lasts(self._below(path))
+
+    def absent_for(self, path: str) -> float:
+        return self._store.absent_for(self._below(path))
 
     def entry(self, path: str) -> Attributes:
         return self._store.entry(self._below(path))

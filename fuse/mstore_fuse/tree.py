@@ -200,10 +200,11 @@ class MountTree(Protocol):
     """
 
     def lasts(self, path: str) -> float:
-        """Return for how many seconds the kernel may keep a name and its attributes.
+        """Return for how many seconds the kernel may keep a name and its attributes."""
+        ...
 
-        Of a directory also: that a name is not in it. Need not be a path that there is.
-        """
+    def absent_for(self, path: str) -> float:
+        """Return for how many seconds the kernel may take it that there is no such path."""
         ...
 
     def entry(self, path: str) -> Attributes: ...
@@ -272,6 +273,9 @@ class SnapshotTree:
                 self._children[""].append(ABOUT)
 
     def lasts(self, path: str) -> float:
+        return IMMUTABLE_FOR
+
+    def absent_for(self, path: str) -> float:
         return IMMUTABLE_FOR
 
     def _directory(self, path: str) -> Attributes:
