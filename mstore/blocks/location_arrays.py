@@ -4,8 +4,8 @@ About 67 bytes per block. `HEAD` is the form of a location without its base
 (`mstore.blocks.location`); the bases are row numbers.
 
 LMDB's binding hands over rows one by one, which takes longer than anything done with ten million of
-them (docs/design/036-bulk-reads.md).  So `Pages` maps the same file and gathers fields of many rows
-at a time.
+them (docs/design/036-bulk-reads.md).  So `Pages` maps the same file, and a compiled pass copies the
+rows of many pages at a time.
 
 When the pages are safe to read: inside the read transaction that the caller holds.  LMDB writes no
 page that a registered reader can reach, and a private copy (`lmdb_copy`) is never written.  The
@@ -34,7 +34,6 @@ from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_pages import (
     BRANCH,
     HEAD_BYTES,
-    LEAF,
     MAX_DEPTH,
     NODE,
     PAGE_HEAD,
@@ -58,6 +57,7 @@ _SOURCES: Final = ("blocks/id_table.c", "blocks/lanes.h")
 _MODULE: Final = "mstore.blocks.location_arrays"
 _count: Final = Pass(_MODULE, "count", "iippp", _SOURCES)
 _find: Final = Pass(_MODULE, "find", "iipppp", _SOURCES)
+_rows: Final = Pass(_MODULE, "rows", "iiiippppppp", ("blocks/leaf_pages.c", "blocks/lanes.h"))
 
 MOST_BITS: Final = 30
 """The most leading bits that choose a bucket."""
@@ -230,42 +230,41 @@ class Pages:
         for _ in range(tree.depth - 1):
             branches += len(pages)
             _expect(branches <= tree.branches)
-            children = file.fields(file.rows(pages, BRANCH), _NODE_HEAD).view(np.uint64) & _CHILD
-            pages = children.astype(np.int64)
+            pages = file.children(pages)
         _expect((branches, len(pages)) == (tree.branches, tree.leaves))
         return pages
 
     def ids(self) -> Iterator[_Fields]:
         """Yield all ids."""
-        for places, _ in self._batches():
-            yield self._file.fields(places + _NODE_HEAD // _WORD, ID_BYTES)
+        done = 0
+        for some, most in self._batches():
+            ids = np.empty(most, _ID)
+            rows, _ = self._file.rows(some, most, ids=ids)
+            done += rows
+            _expect(done <= self._entries)
+            yield ids[:rows]
+        _expect(done == self._entries)
 
     def rows(self) -> Iterator[tuple[_Fields, Flags, bytes]]:
         """Yield heads, which rows name a base, and these bases one after the other."""
-        value = (_NODE_HEAD + ID_BYTES) // _WORD
-        for places, lengths in self._batches():
-            named = lengths == _DELTA.itemsize
-            bases = places[named] + value + HEAD.itemsize // _WORD
-            heads = self._file.fields(places + value, HEAD.itemsize)
-            yield heads, named, self._file.fields(bases, ID_BYTES).tobytes()
-
-    def _batches(self) -> Iterator[tuple[Numbers, Numbers]]:
-        """Yield the words at which rows begin, in key order, and the lengths of their values."""
         done = 0
-        for start in range(0, len(self._leaves), _PAGES):
-            places = self._file.rows(self._leaves[start : start + _PAGES], LEAF)
-            heads = self._file.fields(places, _NODE_HEAD).view(np.uint64)
-            # Of 64 bits, from low to high: length of the value, flags, length of the key.
-            _expect((heads >> np.uint64(32) == np.uint64(ID_BYTES << 16)).all())
-            lengths = heads.astype(np.uint32).astype(np.int64)
-            _expect(np.isin(lengths, (HEAD.itemsize, _DELTA.itemsize)).all())
-            size = self._file.page
-            ends = places * _WORD % size + _NODE_HEAD + ID_BYTES + lengths
-            _expect((ends <= size).all())
-            done += len(places)
+        for some, most in self._batches():
+            heads, named = np.empty(most, _HEAD_BYTES), np.empty(most, np.bool_)
+            bases = np.empty(most, _ID)
+            rows, with_base = self._file.rows(some, most, values=(heads, named, bases))
+            done += rows
             _expect(done <= self._entries)
-            yield places, lengths
+            yield heads[:rows], named[:rows], bases[:with_base].tobytes()
         _expect(done == self._entries)
+
+    def _batches(self) -> Iterator[tuple[Numbers, int]]:
+        """Yield leaf pages in key order, and the most rows that these have."""
+        if not self._entries:
+            return
+        shortest = _WORD + _NODE_HEAD + ID_BYTES + HEAD.itemsize
+        for start in range(0, len(self._leaves), _PAGES):
+            some = self._leaves[start : start + _PAGES]
+            yield some, len(some) * (self._file.page // shortest)
 
 
 class _MappedFile:
@@ -280,22 +279,48 @@ class _MappedFile:
         self._pages = len(self._map) // self.page
         self._words = np.frombuffer(self._map, np.uint16, self._pages * self.page // _WORD)
 
-    def fields(self, places: Numbers, length: int) -> _Fields:
-        """Return so many bytes at each of these words: void[places]."""
-        size = len(self._words) * _WORD
-        _expect(not len(places) or bool((places <= (size - length) // _WORD).all()))
-        kind: Any = np.dtype((np.void, length))
-        # Overlapping fields, one at each word: indexing copies only those that are asked for.
-        shape = ((size - length) // _WORD + 1,)
-        return np.ndarray(shape, kind, self._map, strides=(_WORD,))[places]
+    def children(self, pages: Numbers) -> Numbers:
+        """Return the pages that these branch pages name, in order."""
+        places = self._places(pages)
+        return (self._words_at(places).view(np.uint64)[:, 0] & _CHILD).astype(np.int64)
 
-    def rows(self, pages: Numbers, kind: int) -> Numbers:
-        """Return the word at which each row of these pages begins, in order."""
+    def rows(
+        self,
+        pages: Numbers,
+        most: int,
+        *,
+        ids: _Fields | None = None,
+        values: tuple[_Fields, Flags, _Fields] | None = None,
+    ) -> tuple[int, int]:
+        """Fill arrays of `most` rows from leaf pages; return how many rows, how many bases.
+
+        values: heads, which rows name a base, and these bases.
+        """
+        told = np.empty(2, np.int64)
+        outputs = [0 if ids is None else ids.ctypes.data]
+        outputs += [0, 0, 0] if values is None else [one.ctypes.data for one in values]
+        numbers = np.ascontiguousarray(pages)
+        begin = self._words.ctypes.data
+        sizes = (len(pages), self.page, self._pages, most)
+        _rows(*sizes, begin, numbers.ctypes.data, *outputs, told.ctypes.data)
+        rows, bases = told.tolist()
+        _expect(rows >= 0)
+        return rows, bases
+
+    def _words_at(self, places: Numbers) -> npt.NDArray[np.uint16]:
+        """Return the eight bytes at each of these words, as words."""
+        found: npt.NDArray[np.uint16] = self._words[
+            places[:, None] + np.arange(_NODE_HEAD // _WORD)
+        ]
+        return found
+
+    def _places(self, pages: Numbers) -> Numbers:
+        """Return the word at which each row of these branch pages begins, in order."""
         _expect(((pages > 1) & (pages < self._pages)).all())
         size = self.page
         starts = pages * (size // _WORD)
-        _expect((self.fields(starts, 8).view(np.int64) == pages).all())
-        _expect((self._words[starts + _KIND] == kind).all())
+        _expect((self._words_at(starts).view(np.int64)[:, 0] == pages).all())
+        _expect((self._words[starts + _KIND] == BRANCH).all())
         lower = self._words[starts + _LOWER].astype(np.int64)
         upper = self._words[starts + _UPPER].astype(np.int64)
         # An even number of bytes, and at least one row.
