@@ -97,7 +97,7 @@ def _forks() -> subprocess.Popen[bytes]:
 
 
 class _Files:
-    """What the connection asks (`mstore_fuse.connection.Operations`)."""
+    """What the connection asks (`mstore_fuse.connection.Filesystem`)."""
 
     def __init__(self, real: Path, disk: Disk) -> None:
         self._real = real

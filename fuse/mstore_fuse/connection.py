@@ -1,7 +1,7 @@
 """A FUSE mount: made, connected to the kernel, and answered by threads of this process.
 
 Owns the device, the threads, open directories, and which node of the kernel is which path. What a
-path is, `Operations` say. Speaks to the kernel itself (`protocol`), not through libfuse: that
+path is, a `Filesystem` says. Speaks to the kernel itself (`protocol`), not through libfuse: that
 interface for paths has one time for which names and attributes last, of all paths, cannot give
 attributes with a listing, and takes each answer in memory of its own (docs/design/031).
 
@@ -52,7 +52,7 @@ class Opened(NamedTuple):
     direct: bool
 
 
-class Operations(Protocol):
+class Filesystem(Protocol):
     """What a mount shows, by path: relative, '' for the root. Methods raise OSError."""
 
     def status(self, path: str) -> Status: ...
@@ -147,7 +147,7 @@ def _refused(why: str, mountpoint: Path) -> Unavailable:
     return Unavailable(f"the mount could not be made: {why}", where=str(mountpoint))
 
 
-def serve(device: int, operations: Operations) -> None:
+def serve(device: int, operations: Filesystem) -> None:
     """Answer requests until the mount has ended. Closes the descriptor."""
     connection = _Connection(device, operations)
     try:
@@ -198,7 +198,7 @@ class _Nodes:
 class _Connection:
     """The requests of one mount."""
 
-    def __init__(self, device: int, operations: Operations) -> None:
+    def __init__(self, device: int, operations: Filesystem) -> None:
         self._device = device
         self._operations = operations
         self._nodes = _Nodes()

@@ -125,7 +125,7 @@ class _Handle:
 
 
 class FuseOperations:
-    """What a connection asks of a tree (`connection.Operations`)."""
+    """What a connection asks of a tree (`connection.Filesystem`)."""
 
     def __init__(self, tree: MountTree) -> None:
         self._tree = tree

@@ -1,6 +1,6 @@
 """All rows of `blocks` and `records` at one moment, as arrays.
 
-About 67 bytes per block. `HEAD` is the form of a location without its base
+About 59 bytes per block. `HEAD` is the form of a location without its base
 (`mstore.blocks.location`); the bases are row numbers.
 
 LMDB's binding hands over rows one by one, which takes longer than anything done with ten million of

@@ -10,7 +10,7 @@
     plan       lives as long as the contents of all its inputs do, and keeps nothing alive
     note       lives with its snapshot
 
-An `Inventory` holds all rows of an index at one moment, as arrays: about 67 bytes per block.
+An `Inventory` holds all rows of an index at one moment, as arrays: about 59 bytes per block.
 `Reach` marks the rows that are reached; it only ever adds marks. It reads and decodes every record
 once, bypassing the catalog's cache. Takes time linear in what is reached. Used by one thread.
 """
