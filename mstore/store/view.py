@@ -114,7 +114,8 @@ def will_need(catalog: Catalog, places: Sequence[Location]) -> None:
     # What is missing is an error for whoever reads it, not for who reads what comes before.
     with suppress(MstoreError):
         bases = dict.fromkeys(BlockId(one.base) for one in places if one.base != NO_BASE)
-        for run in in_runs([*places, *catalog.locate(bases)], lambda at: at):
+        others = catalog.locate(bases) if bases else []
+        for run in in_runs([*places, *others], lambda at: at):
             catalog.packs.will_need(*run_of(run))
 
 
