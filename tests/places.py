@@ -53,7 +53,7 @@ def install(wheel: Path, where: Path, umask: int) -> Path:
         python = where / "bin" / "python"
         line = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         constraints = ["--constraint", HERE.parent / "constraints.txt"]
-        subprocess.run([*line, *constraints, f"{wheel}[fuse]"], check=True)
+        subprocess.run([*line, *constraints, str(wheel)], check=True)
     finally:
         os.umask(before)
     return where / "bin" / "mstore"

@@ -26,7 +26,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from mstore_fuse import connection
+from mstore_fuse.connection import Opened
+from mstore_fuse.protocol import Room, Status
 
 _POLL = 0.01
 
@@ -94,48 +97,44 @@ def _forks() -> subprocess.Popen[bytes]:
 
 
 class _Files:
-    """The operations, as mfusepy calls them."""
+    """What the connection asks (`mstore_fuse.connection.Filesystem`)."""
 
-    use_ns = True
-
-    def __init__(self, real: Path, disk: Disk, ready: bytes) -> None:
+    def __init__(self, real: Path, disk: Disk) -> None:
         self._real = real
         self._disk = disk
-        self._ready = ready
 
-    def init_with_config(self, connection: Any, config: Any) -> None:
-        config.use_ino = 1
-        os.write(1, self._ready)
+    def status(self, path: str) -> Status:
+        found = os.lstat(self._real / path)
+        return Status(
+            found.st_ino,
+            found.st_mode,
+            found.st_size,
+            found.st_blocks,
+            found.st_mtime_ns,
+            (found.st_uid, found.st_gid),
+            4096,
+            1.0,
+        )
 
-    def _at(self, path: str) -> Path:
-        return self._real / path.lstrip("/")
+    def absent_for(self, path: str) -> float:
+        return 0.0
 
-    def getattr(self, path: str, info: Any = None) -> dict[str, int]:
-        found = os.lstat(self._at(path))
-        names = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
-        times = ("st_atime", "st_mtime", "st_ctime")
-        return {name: getattr(found, name) for name in names} | {
-            name: getattr(found, f"{name}_ns") for name in times
-        }
-
-    def readdir(self, path: str, handle: int) -> list[tuple[str, dict[str, int], int]]:
+    def listing(self, path: str) -> list[tuple[str, Status | None, int, int]]:
         # A name without an inode number is skipped by who reads the directory.
-        here = self._at(path)
+        here = self._real / path
         found = [(name, os.lstat(here / name)) for name in (".", "..", *os.listdir(here))]
-        return [(name, {"st_ino": s.st_ino, "st_mode": s.st_mode}, 0) for name, s in found]
+        return [(name, None, one.st_ino, one.st_mode) for name, one in found]
 
-    def statfs(self, path: str) -> dict[str, int]:
+    def room(self, path: str) -> Room:
         found = os.statvfs(self._real)
-        names = ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_namemax")
-        return {name: getattr(found, name) for name in names}
+        return Room(found.f_bsize, found.f_frsize, found.f_blocks, found.f_files, found.f_namemax)
 
-    def open(self, path: str, info: Any) -> int:
-        info.fh = os.open(self._at(path), os.O_RDONLY)
+    def open(self, path: str, flags: int) -> Opened:
         # Each read of the store comes here, and none is answered from memory.
-        info.direct_io = 1
-        return 0
+        handle = os.open(self._real / path, os.O_RDONLY)
+        return Opened(handle, keep_cache=False, direct=True)
 
-    def read(self, path: str, size: int, offset: int, info: Any) -> bytes:
+    def read(self, path: str, handle: int, offset: int, size: int) -> list[bytes]:
         name = path.rpartition("/")[2]
         has_waited = False
         while (order := json.loads(self._disk.orders.read_text()).get(name)) == "wait":
@@ -146,18 +145,20 @@ class _Files:
             time.sleep(_POLL)
         if order is not None:
             raise OSError(getattr(errno, order), os.strerror(getattr(errno, order)))
-        return os.pread(info.fh, size, offset)
+        return [os.pread(handle, size, offset)]
 
-    def release(self, path: str, info: Any) -> int:
-        os.close(info.fh)
-        return 0
+    def release(self, path: str, handle: int) -> None:
+        os.close(handle)
+
+    def labels(self, path: str) -> list[str]:
+        return []
+
+    def label(self, path: str, name: str) -> bytes:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
 def main() -> None:
     """Make a disk of each line of standard input, in a child."""
-    os.environ["FUSE_LIBRARY_NAME"] = "fuse3"
-    import mfusepy  # noqa: F401 -- once, for all children
-
     # Nobody waits for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
@@ -172,17 +173,12 @@ def main() -> None:
 
 def serve(real: Path, point: Path, scratch: Path) -> None:
     """Be the disk until this process is killed."""
-    import mfusepy
-
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     assert stat.S_ISDIR(real.stat().st_mode)
-    ready = f"ready {os.getpid()}\n".encode()
-    files = _Files(real, Disk(scratch / "orders", scratch / "waiting"), ready)
-    # More reads may wait than libfuse has threads by default.
-    mfusepy.FUSE(
-        files, str(point), raw_fi=True, foreground=True, nothreads=False, max_threads=64,
-        fsname="sick_disk",
-    )  # fmt: skip
+    files = _Files(real, Disk(scratch / "orders", scratch / "waiting"))
+    device = connection.mount(point, "sick_disk", subtype="sick")
+    os.write(1, f"ready {os.getpid()}\n".encode())
+    connection.serve(device, files)
 
 
 if __name__ == "__main__":

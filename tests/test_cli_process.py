@@ -16,7 +16,7 @@ import pytest
 from checkpoints import write_safetensors
 from cli_runs import Program, unheard
 
-HEAVY = ("numba", "numpy", "torch", "safetensors", "rich", "mfusepy")
+HEAVY = ("numba", "numpy", "torch", "safetensors", "rich")
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ tmp_path_factory = on_disk
 PATIENCE = 60.0
 """Seconds after which a read counts as stuck, on a machine that is much too busy."""
 MANY = 16
-"""More readers than libfuse has threads by default."""
+"""More readers than the kernel lets wait at once, unless it is told."""
 
 
 @pytest.fixture

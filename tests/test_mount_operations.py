@@ -1,8 +1,7 @@
-"""mstore_fuse.operations: what libfuse is told, without a mount."""
+"""mstore_fuse.operations: what a connection is told, without a mount."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -21,36 +20,13 @@ from mstore.terms.errors import (
     Unavailable,
     Unreadable,
 )
+from mstore.terms.ids import Buffer
+from mstore_fuse.connection import Opened
 from mstore_fuse.operations import FuseOperations
 from mstore_fuse.tree import Nothing, SnapshotTree
 
 MIB = 1 << 20
 DATA = bytes(range(256)) * (16 * MIB // 256)
-
-
-@dataclass
-class Info:
-    """struct fuse_file_info."""
-
-    flags: int = os.O_RDONLY
-    fh: int = 0
-    keep_cache: int = 0
-    direct_io: int = 0
-
-
-@dataclass
-class Connection:
-    want: int = 0xFFFF
-    max_background: int = 12
-    congestion_threshold: int = 9
-
-
-@dataclass
-class Config:
-    entry_timeout: float = 1.0
-    negative_timeout: float = 0.0
-    attr_timeout: float = 1.0
-    use_ino: int = 0
 
 
 @dataclass
@@ -65,12 +41,11 @@ class View:
     prefetched: list[tuple[str, int, int]] = field(default_factory=list)
     read_ahead: int = 8 << 20
 
-    def read_into(self, path: str, offset: int, target: memoryview) -> int:
+    def pieces(self, path: str, offset: int, size: int) -> list[Buffer]:
         if self.failure is not None:
             raise self.failure
-        data = DATA[offset : offset + len(target) - self.short]
-        target[: len(data)] = data
-        return len(data)
+        middle, end = offset + size // 2, offset + size - self.short
+        return [DATA[offset:middle], DATA[middle:end]]
 
     def continues_to(self, path: str, offset: int, size: int) -> int:
         return offset + size
@@ -86,50 +61,11 @@ def view() -> View:
 
 @pytest.fixture
 def operations(view: View) -> FuseOperations:
-    made = FuseOperations(lambda: SnapshotTree(view), lambda: None)
-    made.init_with_config(Connection(), Config())
-    return made
+    return FuseOperations(SnapshotTree(view))
 
 
-def opened(operations: FuseOperations, path: str) -> Info:
-    info = Info()
-    assert operations.open(path, info) == 0
-    return info
-
-
-class Buffer(ctypes.Structure):
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("flags", ctypes.c_int),
-        ("mem", ctypes.c_void_p),
-        ("fd", ctypes.c_int),
-        ("pos", ctypes.c_int64),
-    )
-
-
-class Buffers(ctypes.Structure):
-    """struct fuse_bufvec, as libfuse 3.0 to 3.16 declare it."""
-
-    _fields_ = (
-        ("count", ctypes.c_size_t),
-        ("idx", ctypes.c_size_t),
-        ("off", ctypes.c_size_t),
-        ("buf", Buffer * 1),
-    )
-
-
-def read(operations: FuseOperations, path: str, size: int, offset: int, info: Info) -> bytes:
-    """What libfuse sends: it takes the answer's memory, sends it and frees it."""
-    out = ctypes.POINTER(Buffers)()
-    assert operations.read_buf(path, ctypes.pointer(out), size, offset, info) == 0
-    answer = out.contents
-    (sent,) = answer.buf
-    assert (answer.count, answer.idx, answer.off, sent.flags) == (1, 0, 0, 0)
-    data = ctypes.string_at(sent.mem, sent.size)
-    libc = ctypes.CDLL(None)
-    libc.free(ctypes.c_void_p(sent.mem))
-    libc.free(out)
-    return data
+def read(operations: FuseOperations, path: str, size: int, offset: int, file: Opened) -> bytes:
+    return b"".join(operations.read(path, file.handle, offset, size))
 
 
 def code_of(call: Callable[[], object]) -> str:
@@ -141,43 +77,47 @@ def code_of(call: Callable[[], object]) -> str:
 
 def test_attributes(operations: FuseOperations) -> None:
     """Read-only modes, sizes, blocks of 512 bytes, the snapshot's time to the nanosecond."""
-    file, folder = operations.getattr("/m.bin"), operations.getattr("/d")
-    assert stat.S_ISREG(file["st_mode"])
-    assert stat.S_ISDIR(folder["st_mode"])
-    assert not (file["st_mode"] | folder["st_mode"]) & 0o222
-    assert (file["st_size"], file["st_blocks"]) == (len(DATA), len(DATA) // 512)
-    assert operations.getattr("/d/c")["st_blocks"] == 1
-    assert file["st_mtime"] == 1_700_000_000_123_456_789
-    assert file["st_uid"] == os.getuid()
+    file, folder = operations.status("m.bin"), operations.status("d")
+    assert stat.S_ISREG(file.mode)
+    assert stat.S_ISDIR(folder.mode)
+    assert not (file.mode | folder.mode) & 0o222
+    assert (file.size, file.blocks) == (len(DATA), len(DATA) // 512)
+    assert operations.status("d/c").blocks == 1
+    assert file.time_ns == 1_700_000_000_123_456_789
+    assert file.owner == (os.getuid(), os.getgid())
 
 
 def test_listing(operations: FuseOperations) -> None:
-    """A directory lists itself, its parent, and its names with their types and inodes."""
-    listed = {name: attributes for name, attributes, _ in operations.readdir("/", 0)}
+    """A directory lists itself, its parent, and its names with their types and inodes; with the
+    attributes of directories, because those of files must be counted."""
+    listed = {name: (inode, mode) for name, _, inode, mode in operations.listing("")}
     assert set(listed) == {".", "..", "m.bin", "d", "e"}
     for name in ("m.bin", "d", "e"):
-        told = operations.getattr(f"/{name}")
-        assert listed[name] == {key: told[key] for key in ("st_ino", "st_mode")}
-    assert [name for name, _, _ in operations.readdir("/d", 0)] == [".", "..", "c"]
+        told = operations.status(name)
+        assert listed[name] == (told.inode, told.mode)
+    with_attributes = {name: status for name, status, *_ in operations.listing("") if status}
+    assert with_attributes == {"d": operations.status("d")}
+    assert [name for name, *_ in operations.listing("d")] == [".", "..", "c"]
 
 
 def test_read(operations: FuseOperations) -> None:
     """Bytes as asked for, fewer at the end, none beyond it."""
-    info = opened(operations, "/m.bin")
-    assert info.keep_cache == 1
-    assert read(operations, "/m.bin", 100, 1000, info) == DATA[1000:1100]
-    assert read(operations, "/m.bin", 100, len(DATA) - 30, info) == DATA[-30:]
-    assert read(operations, "/m.bin", 100, len(DATA), info) == b""
-    assert read(operations, "/m.bin", 100, len(DATA) + 4096, info) == b""
-    assert read(operations, "/e", 100, 0, opened(operations, "/e")) == b""
-    assert operations.release("/m.bin", info) == 0
+    file = operations.open("m.bin", os.O_RDONLY)
+    assert file.keep_cache
+    assert read(operations, "m.bin", 100, 1000, file) == DATA[1000:1100]
+    assert read(operations, "m.bin", 100, len(DATA) - 30, file) == DATA[-30:]
+    assert read(operations, "m.bin", 100, len(DATA), file) == b""
+    assert read(operations, "m.bin", 100, len(DATA) + 4096, file) == b""
+    assert read(operations, "e", 100, 0, operations.open("e", os.O_RDONLY)) == b""
+    operations.release("m.bin", file.handle)
+    assert code_of(lambda: read(operations, "m.bin", 100, 0, file)) == "EIO"
 
 
 def test_sequential_reads_are_announced(operations: FuseOperations, view: View) -> None:
     """Reading from front to back tells the store what comes next."""
-    info = opened(operations, "/m.bin")
+    file = operations.open("m.bin", os.O_RDONLY)
     for offset in range(0, 6 * MIB, MIB):
-        read(operations, "/m.bin", MIB, offset, info)
+        read(operations, "m.bin", MIB, offset, file)
     assert view.prefetched
     assert all(path == "m.bin" and size > 0 for path, _, size in view.prefetched)
 
@@ -208,46 +148,46 @@ def test_a_reader_is_told_damage_from_what_this_machine_cannot_do(
 ) -> None:
     """Damage or a bug is EIO for the reader, an error of the machine its own; the log has a line
     that names the reason, and afterwards reads are right."""
-    info = opened(operations, "/m.bin")
+    file = operations.open("m.bin", os.O_RDONLY)
     view.failure = failure
     with caplog.at_level(logging.ERROR, "mstore_fuse"):
-        assert code_of(lambda: read(operations, "/m.bin", 10, 0, info)) == code
+        assert code_of(lambda: read(operations, "m.bin", 10, 0, file)) == code
     assert "/m.bin" in caplog.text
     assert str(failure.args[0]) in caplog.text
     view.failure = None
-    assert read(operations, "/m.bin", 10, 0, info) == DATA[:10]
+    assert read(operations, "m.bin", 10, 0, file) == DATA[:10]
 
 
 def test_a_short_read_is_an_io_error(operations: FuseOperations, view: View) -> None:
     """Fewer bytes than the file has are never passed on: the kernel would add zeros."""
-    info = opened(operations, "/m.bin")
+    file = operations.open("m.bin", os.O_RDONLY)
     view.short = 1
-    assert code_of(lambda: read(operations, "/m.bin", 100, 0, info)) == "EIO"
+    assert code_of(lambda: read(operations, "m.bin", 100, 0, file)) == "EIO"
 
 
 def test_one_failure_is_logged_once(
     operations: FuseOperations, view: View, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bad block that is read again and again does not fill the log."""
-    info = opened(operations, "/m.bin")
+    file = operations.open("m.bin", os.O_RDONLY)
     view.failure = Corrupt("block 12ab is damaged")
     with caplog.at_level(logging.ERROR, "mstore_fuse"):
         for _ in range(5):
-            code_of(lambda: read(operations, "/m.bin", 10, 0, info))
+            code_of(lambda: read(operations, "m.bin", 10, 0, file))
     assert caplog.text.count("12ab") == 1
 
 
 def test_unknown_paths(operations: FuseOperations) -> None:
     """A path that is not there is ENOENT everywhere."""
-    for call in (operations.getattr, lambda path: operations.readdir(path, 0)):
-        assert code_of(lambda call=call: call("/nope")) == "ENOENT"  # type: ignore[misc]
-    assert code_of(lambda: operations.open("/nope", Info())) == "ENOENT"
+    for call in (operations.status, operations.listing):
+        assert code_of(lambda call=call: call("nope")) == "ENOENT"  # type: ignore[misc]
+    assert code_of(lambda: operations.open("nope", os.O_RDONLY)) == "ENOENT"
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_TRUNC])
 def test_opening_for_writing_is_refused(operations: FuseOperations, flags: int) -> None:
     """EROFS, should the kernel ever ask."""
-    assert code_of(lambda: operations.open("/m.bin", Info(flags))) == "EROFS"
+    assert code_of(lambda: operations.open("m.bin", flags)) == "EROFS"
 
 
 class Told(Nothing):
@@ -262,66 +202,44 @@ class Told(Nothing):
 
 def test_a_file_about_a_snapshot_is_read_past_the_page_cache(view: View) -> None:
     """Its bytes are those that were made, the kernel keeps none of them, nothing is prefetched."""
-    operations = FuseOperations(lambda: SnapshotTree(view, Told()), lambda: None)
-    operations.init_with_config(Connection(), Config())
-    info = opened(operations, "/.mstore/manifest.json")
-    assert (info.direct_io, opened(operations, "/m.bin").direct_io) == (1, 0)
-    assert read(operations, "/.mstore/manifest.json", 4096, 0, info) == b"0123456789"
-    assert read(operations, "/.mstore/manifest.json", 4, 8, info) == b"89"
-    assert read(operations, "/.mstore/manifest.json", 4, 10, info) == b""
+    operations = FuseOperations(SnapshotTree(view, Told()))
+    file = operations.open(".mstore/manifest.json", os.O_RDONLY)
+    assert (file.direct, operations.open("m.bin", os.O_RDONLY).direct) == (True, False)
+    assert read(operations, ".mstore/manifest.json", 4096, 0, file) == b"0123456789"
+    assert read(operations, ".mstore/manifest.json", 4, 8, file) == b"89"
+    assert read(operations, ".mstore/manifest.json", 4, 10, file) == b""
     assert view.prefetched == []
-    assert operations.getattr("/.mstore/manifest.json")["st_size"] == 10
-    assert ".mstore" not in [name for name, _, _ in operations.readdir("/", 0)]
+    assert operations.status(".mstore/manifest.json").size == 10
+    assert ".mstore" not in [name for name, *_ in operations.listing("")]
 
 
 def test_blocks_are_those_at_rest(view: View) -> None:
     """What a file takes is told in units of 512 bytes, at least one; unknown, it takes its size."""
     tree = SnapshotTree(view, Told())
-    operations = FuseOperations(lambda: tree, lambda: None)
-    operations.init_with_config(Connection(), Config())
-    blocks = {path: operations.getattr(f"/{path}")["st_blocks"] for path in view.files}
+    operations = FuseOperations(tree)
+    blocks = {path: operations.status(path).blocks for path in view.files}
     assert blocks == {"m.bin": 2, "d/c": 1, "e": 0}
     assert SnapshotTree(view).stored("m.bin") == len(DATA)
 
 
 def test_attributes_of_others(operations: FuseOperations, caplog: pytest.LogCaptureFixture) -> None:
     """An attribute that is not there is an answer, not a failure: nothing is logged."""
-    assert code_of(lambda: operations.getxattr("/m.bin", "user.x")) == "ENODATA"
-    assert code_of(lambda: operations.getxattr("/m.bin", "system.posix_acl_access")) in {
+    assert code_of(lambda: operations.label("m.bin", "user.x")) == "ENODATA"
+    assert code_of(lambda: operations.label("m.bin", "system.posix_acl_access")) in {
         "EOPNOTSUPP",
         "ENOTSUP",
     }
-    assert operations.getxattr("/m.bin", "user.mstore.snapshot") == b"a" * 64
+    assert operations.label("m.bin", "user.mstore.snapshot") == b"a" * 64
     assert caplog.text == ""
 
 
 def test_statfs(operations: FuseOperations) -> None:
     """`df` shows the snapshot's bytes and files, and no room."""
-    shown = operations.statfs("/")
-    assert shown["f_blocks"] * shown["f_frsize"] >= len(DATA)
-    assert shown["f_files"] == 3
-    assert shown.get("f_bfree", 0) == 0
+    shown = operations.room("")
+    assert shown.blocks * shown.unit >= len(DATA)
+    assert shown.files == 3
 
 
-def test_the_kernel_is_told_that_nothing_changes(view: View) -> None:
-    """Names and attributes of one snapshot may be kept for an hour; inodes are ours."""
-    config, connection = Config(), Connection()
-    FuseOperations(lambda: SnapshotTree(view), lambda: None).init_with_config(connection, config)
-    assert (config.entry_timeout, config.attr_timeout, config.negative_timeout) == (3600,) * 3
-    assert config.use_ino == 1
-    assert connection.want == 0xEFFF
-    # As many as have a thread each.
-    assert connection.max_background == 64
-
-
-def test_a_store_that_does_not_open_ends_the_mount() -> None:
-    """If the first request fails, the mount is given up, and until it is gone answers EIO."""
-    given_up = []
-
-    def start() -> SnapshotTree:
-        raise Corrupt("the index is damaged")
-
-    operations = FuseOperations(start, lambda: given_up.append(True))
-    operations.init_with_config(Connection(), Config())
-    assert given_up == [True]
-    assert code_of(lambda: operations.getattr("/")) == "EIO"
+def test_the_kernel_is_told_that_nothing_changes(operations: FuseOperations) -> None:
+    """Names and attributes of one snapshot may be kept for an hour; what is not there, too."""
+    assert (operations.status("m.bin").lasts, operations.absent_for("nope")) == (3600, 3600)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.terms.errors import Corrupt, NotFound
-from mstore_fuse.store_tree import StoreTree
+from mstore.terms.ids import Buffer
+from mstore_fuse.store_tree import BelowTree, StoreTree
 from mstore_fuse.tree import MountTree, OpenFile, SnapshotTree, inode_of
 
 A, B = "a" * 64, "b" * 64
@@ -30,10 +31,8 @@ class View:
     def files(self) -> Mapping[str, int]:
         return {path: len(data) for path, data in self.contents.items()}
 
-    def read_into(self, path: str, offset: int, target: memoryview) -> int:
-        data = self.contents[path][offset : offset + len(target)]
-        target[: len(data)] = data
-        return len(data)
+    def pieces(self, path: str, offset: int, size: int) -> list[Buffer]:
+        return [self.contents[path][offset : offset + size]]
 
     def continues_to(self, path: str, offset: int, size: int) -> int:
         raise AssertionError("a tree reads nothing")
@@ -44,8 +43,7 @@ class View:
 
 def first_bytes(file: OpenFile) -> bytes:
     """Up to nine bytes of an open file."""
-    data = bytearray(9)
-    return bytes(data[: file.view.read_into(file.path, 0, memoryview(data))])
+    return b"".join(file.view.pieces(file.path, 0, 9))
 
 
 @dataclass
@@ -251,9 +249,18 @@ def test_pages_of_a_snapshot_are_kept(store: Store) -> None:
 
 
 def test_names_may_be_remembered_only_where_nothing_moves(store: Store) -> None:
-    """One snapshot is remembered for an hour, a store with refs not at all."""
-    assert SnapshotTree(store.views[A]).attributes_last_for == 3600
-    assert StoreTree(store).attributes_last_for == 0
+    """A snapshot is remembered for an hour; in a store a ref not at all, a name that can be
+    collected for seconds, and the directories that are always there for an hour."""
+    one, tree = SnapshotTree(store.views[A]), StoreTree(store)
+    assert (one.lasts("config.json"), one.absent_for("x")) == (3600, 3600)
+    assert [tree.lasts(path) for path in ("", "refs", "snapshots")] == [3600] * 3
+    assert [tree.lasts(path) for path in ("refs/main", "refs/main/config.json")] == [0, 0]
+    assert tree.lasts(f"snapshots/{A}/config.json") == 3600
+    assert 0 < tree.lasts(f"snapshots/{A}") <= 60
+    assert [tree.absent_for(path) for path in ("x", "refs/x", "snapshots/x", "refs/main/x")] == [
+        0
+    ] * 4
+    assert BelowTree(tree, "refs").lasts("main") == 0
 
 
 def test_directories_are_not_opened_as_files(store: Store) -> None:

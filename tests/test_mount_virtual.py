@@ -1,6 +1,6 @@
 """A mounted virtual merge: ordinary files whose bytes are computed while they are read.
 
-Skipped where this machine cannot mount (no /dev/fuse, no libfuse 3).
+Skipped where this machine cannot mount (no /dev/fuse).
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """Snapshots as directories: paths and errno on one side, a snapshot view on the other.
 
-    mounts        make, list and end mounts: what the command line and programs call
-    driver        the interface of a way to mount
-    mount_table   the kernel's list of mounts
+mounts        make, list and end mounts: what the command line and programs call
+driver        the interface of a way to mount
+mount_table   the kernel's list of mounts
 
-    fuse_driver   mounts that a process serves, from outside of it
-    daemon        that process
-    libfuse       the only module that uses mfusepy
-    operations    FUSE requests -> tree and view
-    tree          names, attributes and inodes of one snapshot
-    store_tree    the same of a whole store, and of a ref that is followed
-    about         what is told of a snapshot beside its files
-    readahead     when to read ahead
+fuse_driver   mounts that a process serves, from outside of it
+daemon        that process
+connection    a mount's requests, from the kernel to `operations`, and threads for them
+protocol      these requests and their answers as bytes
+operations    paths, handles and errno -> tree and view
+tree          names, attributes and inodes of one snapshot
+store_tree    the same of a whole store, and of a ref that is followed
+about         what is told of a snapshot beside its files
+readahead     when to read ahead
 
-    erofs         mounts that no process serves: the kernel reads the packs
+erofs         mounts that no process serves: the kernel reads the packs
 
-Only the daemon loads libfuse and mfusepy.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Owns the life of that process, not the mount's contents.
 
-    start     no fork (the starter has given it a session of its own): hand over to libfuse,
-              which mounts; the mount's first request opens the store and starts threads
+    start     no fork (the starter has given it a session of its own): open the store, mount,
+              and answer requests by threads
     ready     one line of JSON on --ready-fd: {"ready": true}, or the error that prevented it
     stop      SIGTERM, SIGINT or SIGHUP: unmount lazily, serve what is still open, end with the
               last close
@@ -27,14 +27,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from mstore import Store
 from mstore.store.leases import Hold
 from mstore.terms import heap
 from mstore.terms.errors import BadRequest, MstoreError, StorageFailed, Unavailable
 from mstore.terms.phrases import Option, call, to_json
-from mstore_fuse import libfuse, mount_table
+from mstore_fuse import connection, mount_table
 from mstore_fuse.about import AboutStore
 from mstore_fuse.adapters import AdaptersTree
 from mstore_fuse.driver import MountRequest
@@ -55,7 +54,7 @@ log = logging.getLogger("mstore_fuse")
 
 @dataclass(slots=True)
 class Daemon:
-    """One mount from its first request, which opens the store, to its end.
+    """One mount, from the opening of the store to its end.
 
     ready: called once, when the mount answers.
     """
@@ -70,10 +69,8 @@ class Daemon:
     def run(self) -> None:
         """Mount, serve, and return when the mount has ended. Call from the main thread.
 
-        Raises what prevented it: an error of the library, or RuntimeError if libfuse has already
-        printed the reason on stderr.
+        Raises what prevented it.
         """
-        module = libfuse.load()
         # A signal may arrive in any thread, including those of numerical libraries. Python's own
         # handler then writes its number to this pipe, which is read below.
         events, wake = os.pipe()
@@ -81,8 +78,7 @@ class Daemon:
         signal.set_wakeup_fd(wake)
         for number in _STOPPING:
             signal.signal(number, _heard)
-        # libfuse must not run in the main thread: mfusepy would restore the default SIGINT there.
-        serving = threading.Thread(target=self._serve, args=(module, wake), name="libfuse")
+        serving = threading.Thread(target=self._serve, args=(wake,), name="serving")
         serving.start()
         while os.read(events, 1) != _ENDED:
             self._detach()
@@ -90,18 +86,23 @@ class Daemon:
         if self._failure is not None:
             raise self._failure
 
-    def _serve(self, module: Any, wake: int) -> None:
+    def _serve(self, wake: int) -> None:
         request = self.request
         try:
-            libfuse.serve(
-                module,
-                FuseOperations(self._start, module.fuse_exit),
-                str(request.mountpoint),
-                source=str(MountedSnapshot(request.store, request.shown, os.getpid())),
-                allow_other=request.allow_other,
+            tree = self._start()
+            source = MountedSnapshot(request.store, request.shown, os.getpid())
+            device = connection.mount(
+                request.mountpoint, str(source), subtype="mstore", allow_other=request.allow_other
             )
+            if self._stop:
+                # It came before there was a mount to detach.
+                self._detach()
+            self.ready(None)
+            what = request.shown or "all"
+            log.info("serving %s of %s at %s", what, request.store, request.mountpoint)
+            connection.serve(device, FuseOperations(tree))
         except BaseException as error:  # noqa: BLE001 - carried to the main thread
-            self._failure = self._failure or error
+            self._failure = error
         finally:
             if self._hold is not None:
                 self._hold.release()
@@ -111,29 +112,21 @@ class Daemon:
 
     def _start(self) -> MountTree:
         request = self.request
-        try:
-            # Reads need it.  Where an import fails half way, for want of descriptors, no other can
-            # follow in this process: then there is no mount.
-            from mstore.blocks import rans  # noqa: F401
+        # Reads need it.  Where an import fails half way, for want of descriptors, no other can
+        # follow in this process: then there is no mount.
+        from mstore.blocks import rans  # noqa: F401
 
-            self._store = Store.open(
-                request.store, cache_bytes=request.cache_bytes, verify=request.verify
-            )
-            # For blocks that come from a remote; a token on the command line could be seen.
-            self._store.trust(*request.endpoints)
-            self._store.token = os.environ.get(_TOKEN, "")
-            self._store.cache_bytes_on_disk = request.cache_size
-            self._store.keep_again = request.keep_again
-            tree = self._tree(self._store)
-            if self._stop:
-                raise Unavailable("stopped before it was mounted", where=str(request.mountpoint))
-        except BaseException as error:
-            self._failure = error
-            raise
-        self.ready(None)
-        log.info(
-            "serving %s of %s at %s", request.shown or "all", request.store, request.mountpoint
+        self._store = Store.open(
+            request.store, cache_bytes=request.cache_bytes, verify=request.verify
         )
+        # For blocks that come from a remote; a token on the command line could be seen.
+        self._store.trust(*request.endpoints)
+        self._store.token = os.environ.get(_TOKEN, "")
+        self._store.cache_bytes_on_disk = request.cache_size
+        self._store.keep_again = request.keep_again
+        tree = self._tree(self._store)
+        if self._stop:
+            raise Unavailable("stopped before it was mounted", where=str(request.mountpoint))
         return tree
 
     def _tree(self, store: Store) -> MountTree:
@@ -159,7 +152,7 @@ class Daemon:
         return SnapshotTree(view, about, show_about=shown)
 
     def _detach(self) -> None:
-        """Unmount lazily: open files stay readable, and libfuse returns after the last close."""
+        """Unmount lazily: open files stay readable, and the mount ends after the last close."""
         self._stop = True
         top = mount_table.at(self.request.mountpoint)
         source = MountedSnapshot.parse(top.source) if top is not None else None
@@ -197,8 +190,6 @@ def main(arguments: list[str] | None = None) -> int:
         log.info("the mount at %s has ended", request.mountpoint)
     except MstoreError as error:
         report(error)
-        return 1
-    except RuntimeError:
         return 1
     return 0
 
@@ -261,8 +252,6 @@ def _set_up_log(foreground: bool, file: Path | None) -> None:
         if _SYSLOG.exists():
             handler = logging.handlers.SysLogHandler(str(_SYSLOG))
     handler.setFormatter(logging.Formatter(said))
-    # mfusepy's own lines (a failure inside of it) belong there too.
-    for logger in (log, logging.getLogger("fuse")):
-        logger.addHandler(handler)
-        logger.propagate = False
+    log.addHandler(handler)
+    log.propagate = False
     logging.raiseExceptions = False

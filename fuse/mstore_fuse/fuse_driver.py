@@ -12,7 +12,6 @@ answers, and the source of the mount, which is in the kernel's table:
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -25,7 +24,6 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import suppress
-from ctypes.util import find_library
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -34,13 +32,19 @@ import msgspec
 
 from mstore.terms import errors
 from mstore.terms.errors import BadRequest, MstoreError, StorageFailed, Unavailable
-from mstore.terms.phrases import Option, Phrase, from_json, joined
+from mstore.terms.phrases import Option, Phrase, call, from_json, joined, phrase
 from mstore_fuse import mount_table, readahead
+from mstore_fuse.connection import DEVICE
 from mstore_fuse.driver import Driver, DriverName, MountInfo, MountRequest, Verify
-from mstore_fuse.libfuse import WITHOUT_FUSE
 from mstore_fuse.mount_table import TableEntry, escaped, unescaped
 
-DEVICE = Path("/dev/fuse")
+WITHOUT_FUSE = phrase(
+    "{checkout} writes the same files without FUSE, and in Python store[REF].load() reads a model "
+    "and store[REF].tensor(NAME) a single tensor",
+    checkout=call("checkout", "REF", "DIR"),
+)
+"""The hint of every error about missing FUSE."""
+
 FUSE_CONF = Path("/etc/fuse.conf")
 """Where the administrator lets users show their mounts to others (mount.fuse3(8))."""
 
@@ -170,19 +174,10 @@ def require_fuse() -> None:
         raise Unavailable(
             "this user may not use FUSE", where=str(DEVICE), hint=_or_without("run as root")
         )
-    if find_library("fuse3") is None:
-        raise Unavailable(
-            "libfuse 3 is not installed", hint=_or_without("apt install fuse3; or without it", ": ")
-        )
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
         raise Unavailable(
             "fusermount3 is not installed, and only root mounts without it",
             hint=_or_without("apt install fuse3; or without it", ": "),
-        )
-    if importlib.util.find_spec("mfusepy") is None:
-        raise Unavailable(
-            "the Python package mfusepy is missing",
-            hint=_or_without("pip install mfusepy; or without it", ": "),
         )
 
 
@@ -399,7 +394,7 @@ class _Daemon:
 
     def _last_words(self) -> str:
         if self.process.stderr is None:
-            return "libfuse refused (its reason is above)"
+            return "its reason is above"
         said = self.process.stderr.read().decode(errors="replace").strip()
         return said.splitlines()[-1] if said else "the daemon ended without a word"
 

@@ -17,6 +17,8 @@ from msgspec.structs import replace
 
 from mstore.terms.errors import NotFound
 from mstore_fuse.tree import (
+    COLLECTED_WITHIN,
+    IMMUTABLE_FOR,
     NOTHING,
     About,
     Attributes,
@@ -64,8 +66,6 @@ class StoreTree:
     about, show_about, replaced: as for `SnapshotTree`; replaced is called with the view of each.
     """
 
-    attributes_last_for = 0.0
-
     def __init__(
         self,
         source: MountSource,
@@ -94,6 +94,20 @@ class StoreTree:
         self._held_refs: dict[str, _HeldRef] = {}
         self._held: dict[str, _Held] = {}
         self._page_owner: dict[str, str] = {}
+
+    def lasts(self, path: str) -> float:
+        top, _, rest = path.partition("/")
+        if not rest:
+            # Always there, and always the same.
+            return IMMUTABLE_FOR
+        if top != "snapshots":
+            return 0.0
+        return IMMUTABLE_FOR if "/" in rest else COLLECTED_WITHIN
+
+    def absent_for(self, path: str) -> float:
+        # Of a snapshot that there is; another one may come.
+        is_inside = path.startswith("snapshots/") and path.count("/") > 1
+        return COLLECTED_WITHIN if is_inside else 0.0
 
     def entry(self, path: str) -> Attributes:
         place = self._find(path)
@@ -303,14 +317,18 @@ class StoreTree:
 class BelowTree:
     """A directory of a store's tree, at the top of a mount; its rules are those of `StoreTree`."""
 
-    attributes_last_for = StoreTree.attributes_last_for
-
     def __init__(self, store: StoreTree, top: str) -> None:
         self._store = store
         self._top = top
 
     def _below(self, path: str) -> str:
         return f"{self._top}/{path}" if path else self._top
+
+    def lasts(self, path: str) -> float:
+        return self._store.lasts(self._below(path))
+
+    def absent_for(self, path: str) -> float:
+        return self._store.absent_for(self._below(path))
 
     def entry(self, path: str) -> Attributes:
         return self._store.entry(self._below(path))

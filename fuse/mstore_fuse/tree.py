@@ -16,12 +16,12 @@ mount, on every machine and through every name of a snapshot.
 when first looked at, and then stay. A snapshot that has something called `.mstore` itself shows
 that and nothing else: what was added comes first.
 
-**Refs move while they are read.** libfuse names a node by its path, and the kernel keeps one size
+**Refs move while they are read.** A node is a path (`connection`), and the kernel keeps one size
 and one page cache for it. So the two snapshots that `refs/main` means before and after a move share
 them. `StoreTree` separates them by two rules. While any file below a ref is open, the ref stays at
 that snapshot (nothing open ever changes). The first open after a move gets `keep_cache=False`,
 which drops the pages of the other snapshot, and so does every open until one of those has answered
-(`settled`). The mount itself must not cache names and attributes here (`attributes_last_for`).
+(`settled`). The kernel must not keep names and attributes here (`lasts`).
 
 Threads: every method may be called from any thread. No lock is held while the store is read: a
 snapshot that cannot be read, or takes long, delays nobody who asks for another one.
@@ -38,12 +38,16 @@ import msgspec
 from blake3 import blake3
 
 from mstore.terms.errors import Corrupt, MstoreError, NotFound
+from mstore.terms.ids import Buffer
 
 BLOCK = 512
 """Unit of st_blocks, whatever the file system."""
 
 IMMUTABLE_FOR = 3600.0
-"""Seconds for which the kernel may cache names and attributes that never change."""
+"""Seconds for which the kernel may keep names and attributes that never change."""
+
+COLLECTED_WITHIN = 10.0
+"""Seconds for which the kernel may keep the name of a snapshot, which can be collected."""
 
 ABOUT = ".mstore"
 """The directory of the files about a snapshot."""
@@ -67,8 +71,8 @@ class MountView(Protocol):
         """When the snapshot was made, nanoseconds since the epoch."""
         ...
 
-    def read_into(self, path: str, offset: int, target: memoryview, /) -> int:
-        """Fill `target` with verified bytes and return how many, fewer only at the file's end.
+    def pieces(self, path: str, offset: int, size: int, /) -> list[Buffer]:
+        """Return verified bytes in pieces, which nobody may change; fewer only at the file's end.
 
         Raises Corrupt or StorageFailed.
         """
@@ -195,9 +199,12 @@ class MountTree(Protocol):
     once the kernel has used the opened file. Methods that take a path raise NotFound.
     """
 
-    @property
-    def attributes_last_for(self) -> float:
-        """Seconds for which the kernel may cache names and attributes."""
+    def lasts(self, path: str) -> float:
+        """Return for how many seconds the kernel may keep a name and its attributes."""
+        ...
+
+    def absent_for(self, path: str) -> float:
+        """Return for how many seconds the kernel may take it that there is no such path."""
         ...
 
     def entry(self, path: str) -> Attributes: ...
@@ -236,8 +243,6 @@ class SnapshotTree:
     Raises Corrupt if the snapshot's paths do not form a tree of plain names.
     """
 
-    attributes_last_for = IMMUTABLE_FOR
-
     def __init__(
         self,
         view: MountView,
@@ -266,6 +271,12 @@ class SnapshotTree:
             self._children[ABOUT] = [path.rpartition("/")[2] for path in self._made]
             if show_about:
                 self._children[""].append(ABOUT)
+
+    def lasts(self, path: str) -> float:
+        return IMMUTABLE_FOR
+
+    def absent_for(self, path: str) -> float:
+        return IMMUTABLE_FOR
 
     def _directory(self, path: str) -> Attributes:
         return Attributes(inode_of(self._snapshot, path), True, 0, self._view.time_ns)

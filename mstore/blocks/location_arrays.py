@@ -1,11 +1,11 @@
 """All rows of `blocks` and `records` at one moment, as arrays.
 
-About 67 bytes per block. `HEAD` is the form of a location without its base
+About 59 bytes per block. `HEAD` is the form of a location without its base
 (`mstore.blocks.location`); the bases are row numbers.
 
 LMDB's binding hands over rows one by one, which takes longer than anything done with ten million of
-them (docs/design/036-bulk-reads.md).  So `Pages` maps the same file and gathers fields of many rows
-at a time.
+them (docs/design/036-bulk-reads.md).  So `Pages` maps the same file, and a compiled pass copies the
+rows of many pages at a time.
 
 When the pages are safe to read: inside the read transaction that the caller holds.  LMDB writes no
 page that a registered reader can reach, and a private copy (`lmdb_copy`) is never written.  The
@@ -19,9 +19,8 @@ Requires a little-endian machine, like `lmdb_pages`, which has the layout.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import compress, islice
@@ -35,7 +34,6 @@ from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_pages import (
     BRANCH,
     HEAD_BYTES,
-    LEAF,
     MAX_DEPTH,
     NODE,
     PAGE_HEAD,
@@ -47,58 +45,27 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Row
 from mstore.blocks.packs import Kind
 from mstore.blocks.schema import BLOCKS, RECORDS
+from mstore.numeric.passes import Pass
 from mstore.terms.errors import Corrupt, MstoreError
 from mstore.terms.ids import ID_BYTES
 from mstore.terms.phrases import call
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-Leading = npt.NDArray[np.uint64]
 
-_WORDS = ID_BYTES // 8
-_IS_LITTLE = sys.byteorder == "little"
+_SOURCES: Final = ("blocks/id_table.c", "blocks/lanes.h")
+_MODULE: Final = "mstore.blocks.location_arrays"
+_count: Final = Pass(_MODULE, "count", "iippp", _SOURCES)
+_find: Final = Pass(_MODULE, "find", "iipppp", _SOURCES)
+_rows: Final = Pass(_MODULE, "rows", "iiiippppppp", ("blocks/leaf_pages.c", "blocks/lanes.h"))
+
 MOST_BITS: Final = 30
 """The most leading bits that choose a bucket."""
-
-
-def words(ids: npt.NDArray[np.void]) -> Leading:
-    """Return ids as uint64[ids, 4]: for equality alone the order of bytes does not matter."""
-    return ids.view(np.uint64).reshape(-1, _WORDS)
-
-
-def leading(ids: npt.NDArray[np.void]) -> Leading:
-    """Return the first eight bytes of ids as numbers, in whose order the ids are."""
-    first = words(ids)[:, 0]
-    return first.byteswap() if _IS_LITTLE else first.copy()
 
 
 def bucket_bits(count: int) -> int:
     """Return how many leading bits choose among the buckets of so many rows."""
     return min(max(1, count.bit_length() - 2), MOST_BITS)
-
-
-def buckets(first: Leading, bits: int) -> Numbers:
-    """Return the bucket of each of these leading numbers."""
-    return (first >> np.uint64(64 - bits)).astype(np.int64)
-
-
-def edges(start: int, stop: int, bits: int) -> Leading:
-    """Return the least leading number of each of these buckets."""
-    return np.arange(start, stop, dtype=np.uint64) << np.uint64(64 - bits)
-
-
-def lower_bound(low: Numbers, high: Numbers, is_less: Callable[[Numbers], Flags]) -> Numbers:
-    """Return, for each search, the first row from `low` on that is not less; `high` if all are.
-
-    is_less: given a row number for each search, whether that row is less than what is searched
-    for. It is asked only for rows from low to high, `high` included where a search has ended.
-    """
-    while (low < high).any():
-        middle = (low + high) >> 1
-        less = is_less(middle)
-        low = np.where(less, np.minimum(middle + 1, high), low)
-        high = np.where(less, high, np.maximum(middle, low))
-    return low
 
 
 _Fields = npt.NDArray[np.void]
@@ -124,9 +91,6 @@ HEAD = np.dtype(
 NO_BASE, LOST_BASE = -1, -2
 """Instead of the row number of a base: the payload needs none; its base is not stored."""
 _BATCH = 1 << 17
-_LARGEST = np.uint64((1 << 64) - 1)
-_ALL_EQUAL = np.uint32(0x01010101)
-"""Four flags that are true, as one number."""
 _ID = np.dtype((np.void, ID_BYTES))
 _HEAD_BYTES = np.dtype((np.void, HEAD.itemsize))
 _DELTA = np.dtype([("head", _HEAD_BYTES), ("base", np.void, ID_BYTES)])
@@ -143,15 +107,13 @@ class LocationTable:
         self.heads = np.frombuffer(heads, HEAD)
         self._keys = memoryview(keys)
         self._heads = memoryview(heads)
-        self._ids = np.frombuffer(keys, _ID)
-        # One more behind the last, for which nothing is too large.
-        self._first = np.full(len(self._ids) + 1, _LARGEST)
-        self._first[:-1] = leading(self._ids)
-        self._bits = bucket_bits(len(self._ids))
-        inner = edges(1, 1 << self._bits, self._bits)
-        self._starts = np.full((1 << self._bits) + 1, len(self._ids), np.int32)
-        self._starts[0] = 0
-        self._starts[1:-1] = np.searchsorted(self._first[:-1], inner)
+        self._bits = bucket_bits(len(self.heads))
+        self._starts = np.empty((1 << self._bits) + 1, np.int32)
+        self._table = np.frombuffer(keys, np.uint8).ctypes.data
+        is_ascending = np.empty(1, np.int64)
+        places = (self._table, self._starts.ctypes.data, is_ascending.ctypes.data)
+        _count(len(self.heads), self._bits, *places)
+        self._is_ascending = bool(is_ascending[0])
         self.base = np.empty(0, np.int32)
 
     def __len__(self) -> int:
@@ -175,51 +137,20 @@ class LocationTable:
 
     def is_ascending(self) -> bool:
         """Return whether each id is less than the next: else `find` would miss some."""
-        first = self._first[:-1]
-        alike = np.flatnonzero(first[1:] == first[:-1]).tolist()
-        return bool((first[1:] >= first[:-1]).all()) and all(
-            self.id(number) < self.id(number + 1) for number in alike
-        )
+        return self._is_ascending
 
     def find(self, ids: bytes) -> Numbers:
         """Return the row numbers of concatenated ids; -1 for an id without a row."""
-        wanted = np.frombuffer(ids, _ID)
-        result = np.full(len(wanted), -1, np.int64)
-        if not len(self):
-            return result
-        first = leading(wanted)
-        # In sorted order, each search finds the data of the one before in the processor's cache.
-        order = np.argsort(first)
-        first, wanted = first[order], wanted[order]
-        found = self._from(first)
-        same = self._are(np.minimum(found, len(self) - 1), wanted)
-        result[order] = np.where(same, found, -1)
-        # Ids with the same first eight bytes are neighbours: step through them.
-        open_ = np.flatnonzero(~same)
-        while len(open_):
-            open_ = open_[found[open_] < len(self)]
-            open_ = open_[self._first[found[open_]] == first[open_]]
-            same = self._are(found[open_], wanted[open_])
-            result[order[open_[same]]] = found[open_[same]]
-            open_ = open_[~same]
-            found[open_] += 1
-        return result
-
-    def _from(self, first: Leading) -> Numbers:
-        """Return the first row whose id does not begin with less than each of these numbers."""
-        bucket = buckets(first, self._bits)
-        low, high = (self._starts[one].astype(np.int64) for one in (bucket, bucket + 1))
-        return lower_bound(low, high, lambda rows: self._first[rows] < first)
+        asked = np.frombuffer(ids, _ID)
+        found = np.empty(len(asked), np.int64)
+        places = (asked.ctypes.data, self._table, self._starts.ctypes.data, found.ctypes.data)
+        _find(len(asked), self._bits, *places)
+        return found
 
     def resolve(self, inside: slice, named: Flags, bases: bytes) -> None:
         """Set the bases of those of the rows inside that name one, from these concatenated ids."""
         found = self.find(bases)
         self.base[inside][named] = np.where(found < 0, LOST_BASE, found)
-
-    def _are(self, numbers: Numbers, wanted: npt.NDArray[np.void]) -> Flags:
-        """Return whether the ids of these rows are the wanted ones."""
-        equal = words(self._ids[numbers]) == words(wanted)
-        return np.asarray(equal.view(np.uint32)[:, 0] == _ALL_EQUAL)
 
 
 def id_at(ids: bytes, place: int) -> bytes:
@@ -299,42 +230,41 @@ class Pages:
         for _ in range(tree.depth - 1):
             branches += len(pages)
             _expect(branches <= tree.branches)
-            children = file.fields(file.rows(pages, BRANCH), _NODE_HEAD).view(np.uint64) & _CHILD
-            pages = children.astype(np.int64)
+            pages = file.children(pages)
         _expect((branches, len(pages)) == (tree.branches, tree.leaves))
         return pages
 
     def ids(self) -> Iterator[_Fields]:
         """Yield all ids."""
-        for places, _ in self._batches():
-            yield self._file.fields(places + _NODE_HEAD // _WORD, ID_BYTES)
+        done = 0
+        for some, most in self._batches():
+            ids = np.empty(most, _ID)
+            rows, _ = self._file.rows(some, most, ids=ids)
+            done += rows
+            _expect(done <= self._entries)
+            yield ids[:rows]
+        _expect(done == self._entries)
 
     def rows(self) -> Iterator[tuple[_Fields, Flags, bytes]]:
         """Yield heads, which rows name a base, and these bases one after the other."""
-        value = (_NODE_HEAD + ID_BYTES) // _WORD
-        for places, lengths in self._batches():
-            named = lengths == _DELTA.itemsize
-            bases = places[named] + value + HEAD.itemsize // _WORD
-            heads = self._file.fields(places + value, HEAD.itemsize)
-            yield heads, named, self._file.fields(bases, ID_BYTES).tobytes()
-
-    def _batches(self) -> Iterator[tuple[Numbers, Numbers]]:
-        """Yield the words at which rows begin, in key order, and the lengths of their values."""
         done = 0
-        for start in range(0, len(self._leaves), _PAGES):
-            places = self._file.rows(self._leaves[start : start + _PAGES], LEAF)
-            heads = self._file.fields(places, _NODE_HEAD).view(np.uint64)
-            # Of 64 bits, from low to high: length of the value, flags, length of the key.
-            _expect((heads >> np.uint64(32) == np.uint64(ID_BYTES << 16)).all())
-            lengths = heads.astype(np.uint32).astype(np.int64)
-            _expect(np.isin(lengths, (HEAD.itemsize, _DELTA.itemsize)).all())
-            size = self._file.page
-            ends = places * _WORD % size + _NODE_HEAD + ID_BYTES + lengths
-            _expect((ends <= size).all())
-            done += len(places)
+        for some, most in self._batches():
+            heads, named = np.empty(most, _HEAD_BYTES), np.empty(most, np.bool_)
+            bases = np.empty(most, _ID)
+            rows, with_base = self._file.rows(some, most, values=(heads, named, bases))
+            done += rows
             _expect(done <= self._entries)
-            yield places, lengths
+            yield heads[:rows], named[:rows], bases[:with_base].tobytes()
         _expect(done == self._entries)
+
+    def _batches(self) -> Iterator[tuple[Numbers, int]]:
+        """Yield leaf pages in key order, and the most rows that these have."""
+        if not self._entries:
+            return
+        shortest = _WORD + _NODE_HEAD + ID_BYTES + HEAD.itemsize
+        for start in range(0, len(self._leaves), _PAGES):
+            some = self._leaves[start : start + _PAGES]
+            yield some, len(some) * (self._file.page // shortest)
 
 
 class _MappedFile:
@@ -349,22 +279,48 @@ class _MappedFile:
         self._pages = len(self._map) // self.page
         self._words = np.frombuffer(self._map, np.uint16, self._pages * self.page // _WORD)
 
-    def fields(self, places: Numbers, length: int) -> _Fields:
-        """Return so many bytes at each of these words: void[places]."""
-        size = len(self._words) * _WORD
-        _expect(not len(places) or bool((places <= (size - length) // _WORD).all()))
-        kind: Any = np.dtype((np.void, length))
-        # Overlapping fields, one at each word: indexing copies only those that are asked for.
-        shape = ((size - length) // _WORD + 1,)
-        return np.ndarray(shape, kind, self._map, strides=(_WORD,))[places]
+    def children(self, pages: Numbers) -> Numbers:
+        """Return the pages that these branch pages name, in order."""
+        places = self._places(pages)
+        return (self._words_at(places).view(np.uint64)[:, 0] & _CHILD).astype(np.int64)
 
-    def rows(self, pages: Numbers, kind: int) -> Numbers:
-        """Return the word at which each row of these pages begins, in order."""
+    def rows(
+        self,
+        pages: Numbers,
+        most: int,
+        *,
+        ids: _Fields | None = None,
+        values: tuple[_Fields, Flags, _Fields] | None = None,
+    ) -> tuple[int, int]:
+        """Fill arrays of `most` rows from leaf pages; return how many rows, how many bases.
+
+        values: heads, which rows name a base, and these bases.
+        """
+        told = np.empty(2, np.int64)
+        outputs = [0 if ids is None else ids.ctypes.data]
+        outputs += [0, 0, 0] if values is None else [one.ctypes.data for one in values]
+        numbers = np.ascontiguousarray(pages)
+        begin = self._words.ctypes.data
+        sizes = (len(pages), self.page, self._pages, most)
+        _rows(*sizes, begin, numbers.ctypes.data, *outputs, told.ctypes.data)
+        rows, bases = told.tolist()
+        _expect(rows >= 0)
+        return rows, bases
+
+    def _words_at(self, places: Numbers) -> npt.NDArray[np.uint16]:
+        """Return the eight bytes at each of these words, as words."""
+        found: npt.NDArray[np.uint16] = self._words[
+            places[:, None] + np.arange(_NODE_HEAD // _WORD)
+        ]
+        return found
+
+    def _places(self, pages: Numbers) -> Numbers:
+        """Return the word at which each row of these branch pages begins, in order."""
         _expect(((pages > 1) & (pages < self._pages)).all())
         size = self.page
         starts = pages * (size // _WORD)
-        _expect((self.fields(starts, 8).view(np.int64) == pages).all())
-        _expect((self._words[starts + _KIND] == kind).all())
+        _expect((self._words_at(starts).view(np.int64)[:, 0] == pages).all())
+        _expect((self._words[starts + _KIND] == BRANCH).all())
         lower = self._words[starts + _LOWER].astype(np.int64)
         upper = self._words[starts + _UPPER].astype(np.int64)
         # An even number of bytes, and at least one row.

@@ -28,7 +28,7 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -40,7 +40,7 @@ from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks.location import Location
-from mstore.blocks.location_arrays import Numbers, bucket_bits, buckets, edges, lower_bound
+from mstore.blocks.location_arrays import Numbers, bucket_bits
 from mstore.blocks.pack_tables import PackTable
 from mstore.terms.errors import Conflict, Corrupt, Incompatible
 from mstore.terms.ids import ID_BYTES, PackId, SegmentId
@@ -179,12 +179,12 @@ class Segment:
 
         Fastest for keys that ascend.
         """
-        bucket = buckets(keys.view(KEY)["first"].astype(np.uint64), self._bits)
+        bucket = _buckets(keys.view(KEY)["first"].astype(np.uint64), self._bits)
         low = self._items(self._starts, bucket).astype(np.int64)
         high = self._items(self._starts, bucket + 1).astype(np.int64)
         if ((low > high) | (high > self._rows.count)).any():
             raise self._bad("its starts do not ascend")
-        found = lower_bound(low, high, lambda rows: self._keys(rows) < keys)
+        found = _lower_bound(low, high, lambda rows: self._keys(rows) < keys)
         return np.where((found < high) & (self._keys(found) == keys), found, -1)
 
     def _keys(self, numbers: Numbers) -> Rows:
@@ -328,14 +328,40 @@ class Segment:
         return Corrupt(what, where=str(self.path), hint=HINT)
 
 
+def _buckets(first: npt.NDArray[np.uint64], bits: int) -> Numbers:
+    """Return the bucket of each of these leading numbers."""
+    return (first >> np.uint64(64 - bits)).astype(np.int64)
+
+
+def _edges(start: int, stop: int, bits: int) -> npt.NDArray[np.uint64]:
+    """Return the least leading number of each of these buckets."""
+    return np.arange(start, stop, dtype=np.uint64) << np.uint64(64 - bits)
+
+
+def _lower_bound(
+    low: Numbers, high: Numbers, is_less: Callable[[Numbers], npt.NDArray[np.bool_]]
+) -> Numbers:
+    """Return, for each search, the first row from `low` on that is not less; `high` if all are.
+
+    is_less: given a row number for each search, whether that row is less than what is searched
+    for. It is asked only for rows from low to high, `high` included where a search has ended.
+    """
+    while (low < high).any():
+        middle = (low + high) >> 1
+        less = is_less(middle)
+        low = np.where(less, np.minimum(middle + 1, high), low)
+        high = np.where(less, high, np.maximum(middle, low))
+    return low
+
+
 def _starts_of(batches: Iterable[Rows], bits: int) -> Iterator[npt.NDArray[Any]]:
     """Yield, for rows in order, the first of each bucket, and last how many rows there are."""
     bucket = count = 0
     for rows in batches:
         first = rows.view(FIELDS)["first"].astype(np.uint64)
-        stop = int(buckets(first[-1:], bits)[0]) + 1
+        stop = int(_buckets(first[-1:], bits)[0]) + 1
         for begin in range(bucket, stop, _MOST_STARTS):
-            wanted = edges(begin, min(begin + _MOST_STARTS, stop), bits)
+            wanted = _edges(begin, min(begin + _MOST_STARTS, stop), bits)
             yield (count + np.searchsorted(first, wanted)).astype(_START)
         bucket, count = stop, count + len(rows)
     end = (1 << bits) + 1

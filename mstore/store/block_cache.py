@@ -1,8 +1,9 @@
 """Blocks for readers at any offset: checked once, decoded once for all who need them.
 
 A cache is of one store and one session. A coded block is kept decoded, up to a limit in bytes. A
-raw block is checked against its id once and then read from its pack, which the kernel caches:
-a second copy in memory would save nothing. Safe for any number of threads.
+raw block is checked against its id once. The bytes that were checked stay for who asked for them,
+up to a quarter of that limit; after that it is read from its pack, which the kernel caches. Safe
+for any number of threads.
 
 A block of a virtual tensor lies in no pack: the cache has it computed on first access by the
 `Computing` that it was given, and keeps it like a coded one. This module does not own how blocks
@@ -26,7 +27,6 @@ import msgspec
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Outdated
-from mstore.blocks.reader import ThreadBuffer
 from mstore.store.catalog import Catalog
 from mstore.store.payloads import LOOKS
 from mstore.terms.errors import BadRequest, Corrupt
@@ -111,13 +111,12 @@ class BlockCache:
         self._computing = computing
         self._check_always = check_always
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[BlockId | VirtualBlock, Buffer] = OrderedDict()
-        self._bytes = 0
+        self._blocks = _Recent(limit)
+        self._fresh = _Recent(limit // 4)
         self._checked: dict[BlockId, _Checked] = {}
         self._under_way: dict[VirtualBlock, VirtualGroup] = {}
-        self._filling: dict[BlockId, Future[Buffer | _Checked]] = {}
+        self._filling: dict[BlockId, Future[Buffer]] = {}
         self._pool: ThreadPoolExecutor | None = None
-        self._room = ThreadBuffer(catalog.block_size)
 
     @property
     def computing(self) -> Computing:
@@ -136,19 +135,32 @@ class BlockCache:
         return data
 
     def read_into(self, extents: Iterable[Extent], target: memoryview) -> None:
-        """Fill `target` with the bytes of these extents, one after the other. Raises as `read`.
+        """Fill `target` with the bytes of these extents, one after the other. Raises as `read`."""
+        self.pieces(extents, target)
 
-        Pieces of raw blocks that are neighbours in a pack are read at once.
+    def pieces(self, extents: Iterable[Extent], target: memoryview | None = None) -> list[Buffer]:
+        """Return the bytes of these extents, a piece for each, not to be changed. Raises as `read`.
+
+        Pieces of raw blocks that are neighbours in a pack are read at once. target: where they go,
+        one after the other; without it those that are in memory are not copied.
         """
+        pieces: list[Buffer] = []
         done = 0
         run: _RawRun | None = None
         for extent in extents:
-            part = target[done : done + extent.length]
+            part = None if target is None else target[done : done + extent.length]
             done += extent.length
             found = self._find(extent.block)
             if not isinstance(found, _Checked):
-                part[:] = piece_of(found, extent)
-            elif run is None or not run.continues(extent, found):
+                piece = piece_of(found, extent)
+                if part is not None:
+                    part[:] = piece
+                pieces.append(piece if part is None else part)
+                continue
+            if part is None:
+                part = memoryview(bytearray(extent.length))
+            pieces.append(part)
+            if run is None or not run.continues(extent, found):
                 if run is not None:
                     self._read_run(run)
                 run = _RawRun.of(extent, found, part)
@@ -157,6 +169,7 @@ class BlockCache:
                 run.length += extent.length
         if run is not None:
             self._read_run(run)
+        return pieces
 
     def _read_run(self, run: _RawRun) -> None:
         targets = [part for _, part in run.pieces]
@@ -190,12 +203,11 @@ class BlockCache:
         with self._lock:
             data = self._blocks.get(block)
             if data is not None:
-                self._blocks.move_to_end(block)
                 return data
             if not isinstance(block, VirtualBlock):
-                place = self._checked.get(block)
-                if place is not None:
-                    return place
+                known = self._fresh.get(block) or self._checked.get(block)
+                if known is not None:
+                    return known
         if isinstance(block, VirtualBlock):
             begun = self.begin(block)
             return begun.block(block) if isinstance(begun, VirtualGroup) else begun
@@ -204,7 +216,7 @@ class BlockCache:
     def _fill(self, block: BlockId, location: Location | None = None) -> Buffer | _Checked:
         with self._lock:
             # Look again under the lock: it may have arrived since the reader missed it.
-            known = self._blocks.get(block) or self._checked.get(block)
+            known = self._blocks.get(block) or self._fresh.get(block) or self._checked.get(block)
             if known is not None:
                 return known
             filling = self._filling.get(block)
@@ -221,20 +233,23 @@ class BlockCache:
             own.set_exception(error)
             raise
         with self._lock:
-            if isinstance(found, _Checked):
-                self._checked[block] = found
+            if isinstance(found, _Fresh):
+                self._checked[block] = found.place
+                self._fresh.keep(block, found.data)
+                data = found.data
             else:
-                self._keep(block, found)
+                data = found
+                self._blocks.keep(block, data)
             del self._filling[block]
-        own.set_result(found)
-        return found
+        own.set_result(data)
+        return data
 
-    def _read(self, block: BlockId, location: Location) -> Buffer | _Checked:
+    def _read(self, block: BlockId, location: Location) -> Buffer | _Fresh:
         if self._check_always:
             return self._catalog.read_block(block, location)
         return self._catalog.relocating(block, location, partial(self._read_at, block))
 
-    def _read_at(self, block: BlockId, location: Location) -> Buffer | _Checked:
+    def _read_at(self, block: BlockId, location: Location) -> Buffer | _Fresh:
         """Check a raw block at this very place; decode any other. Raises Outdated, Corrupt."""
         packs = self._catalog.packs
         if location.codec != Codec.RAW or packs.is_elsewhere(location.pack):
@@ -242,8 +257,8 @@ class BlockCache:
             return self._catalog.read_block(block, location)
         # Before it is read: the bytes checked are then of this version or of a later one.
         version = packs.version(location.pack)
-        self._catalog.read_block_at(block, location, self._room(location.raw_length))
-        return _Checked(location, version)
+        data = self._catalog.read_block_at(block, location)
+        return _Fresh(_Checked(location, version), data)
 
     def prepare(self, places: Iterable[tuple[BlockId, Location]]) -> None:
         """Have blocks read, decoded and checked by other threads; a hint that never raises.
@@ -268,14 +283,6 @@ class BlockCache:
                 assert pool is not None
                 pool.submit(self._fill, block, location)
 
-    def _keep(self, block: BlockId | VirtualBlock, data: Buffer) -> None:
-        if block not in self._blocks:
-            self._blocks[block] = data
-            self._bytes += len(data)
-        while self._bytes > self._limit and len(self._blocks) > 1:
-            _, old = self._blocks.popitem(last=False)
-            self._bytes -= len(old)
-
     def begin(self, block: VirtualBlock) -> VirtualGroup | Buffer:
         """Return a virtual block if it is cached; else the group that computes it.
 
@@ -299,7 +306,33 @@ class BlockCache:
             # Only current waiters see a failure; later readers retry.
             if not done.cancelled() and done.exception() is None:
                 for number, data in zip(numbers, done.result(), strict=True):
-                    self._keep(VirtualBlock(key.tensor, number), data)
+                    self._blocks.keep(VirtualBlock(key.tensor, number), data)
+
+
+class _Recent:
+    """Blocks that were last used, at most `limit` bytes of them, and always one."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._blocks: OrderedDict[BlockId | VirtualBlock, Buffer] = OrderedDict()
+        self._bytes = 0
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._blocks
+
+    def get(self, block: BlockId | VirtualBlock) -> Buffer | None:
+        data = self._blocks.get(block)
+        if data is not None:
+            self._blocks.move_to_end(block)
+        return data
+
+    def keep(self, block: BlockId | VirtualBlock, data: Buffer) -> None:
+        if block not in self._blocks:
+            self._blocks[block] = data
+            self._bytes += len(data)
+        while self._bytes > self._limit and len(self._blocks) > 1:
+            _, old = self._blocks.popitem(last=False)
+            self._bytes -= len(old)
 
 
 class _Checked(NamedTuple):
@@ -307,6 +340,13 @@ class _Checked(NamedTuple):
 
     location: Location
     version: int
+
+
+class _Fresh(NamedTuple):
+    """A raw block that was just found right at its place."""
+
+    place: _Checked
+    data: Buffer
 
 
 @dataclass(slots=True)

@@ -290,7 +290,11 @@ class Payloads:
         """Fill `target` (exactly the block's plain length) with checked bytes."""
         if meter is not None:
             meter.charge(location.stored_length)
-        self.relocating(block, location, lambda place: self.read_block_at(block, place, target))
+
+        def read(place: Location) -> None:
+            self._reader.block_into(block, place, target, self._base(block, place))
+
+        self.relocating(block, location, read)
 
     def read_blocks(
         self, blocks: Sequence[BlockId], meter: Meter | None = None
@@ -334,9 +338,9 @@ class Payloads:
         verify(id, location, decoded(id, location, payload, base), base)
         return payload
 
-    def read_block_at(self, block: BlockId, location: Location, target: memoryview) -> None:
-        """Fill `target` from this very place.  Raises Outdated if the block is no longer there."""
-        self._reader.block_into(block, location, target, self._base(block, location))
+    def read_block_at(self, block: BlockId, location: Location) -> Buffer:
+        """Read from this very place.  Raises Outdated if the block is no longer there."""
+        return self._reader.block(block, location, self._base(block, location))
 
     # -- records -----------------------------------------------------------------------------
 

@@ -114,7 +114,8 @@ def will_need(catalog: Catalog, places: Sequence[Location]) -> None:
     # What is missing is an error for whoever reads it, not for who reads what comes before.
     with suppress(MstoreError):
         bases = dict.fromkeys(BlockId(one.base) for one in places if one.base != NO_BASE)
-        for run in in_runs([*places, *catalog.locate(bases)], lambda at: at):
+        others = catalog.locate(bases) if bases else []
+        for run in in_runs([*places, *others], lambda at: at):
             catalog.packs.will_need(*run_of(run))
 
 
@@ -279,6 +280,11 @@ class SnapshotView:
         with contents.or_collected(self._catalog, [self.id]):
             self._cache.read_into(self.extents(path, offset, size), target)
         return size
+
+    def pieces(self, path: str, offset: int, size: int) -> list[Buffer]:
+        """Return what `read` does, in pieces that nobody may change.  Raises as `read`."""
+        with contents.or_collected(self._catalog, [self.id]):
+            return self._cache.pieces(self.extents(path, offset, size))
 
     def stream(self, path: str) -> Iterator[Buffer]:
         """Yield the whole file block by block, bypassing the cache."""

@@ -22,7 +22,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 from typing import overload
 
 import msgspec
@@ -58,6 +60,7 @@ from mstore.upkeep.sharings import (
     Sums,
     TensorBlocks,
     by_codec,
+    distinct,
 )
 
 NAMED, INPUTS, LINEAGE, REFLOG, RUNNING = range(5)
@@ -278,21 +281,29 @@ def needed(
             reason = INPUTS if manifest != own and reasons[id] == NAMED else reasons[id]
             mark = 1 << reason | keepers << RUNNING + 1 | takers.get(id, 0) << RUNNING + 1 + width
             of_manifests[manifest] |= mark
-    marks: dict[bytes, int] = {}
-    for place, contents in inventory.readable(catalog, Manifest, of_manifests):
-        for id in tips.get(place, ()):
-            plain[id] = contents.plain_bytes()
-        mark = of_manifests[place]
-        for file in contents.files:
-            for part in file.parts:
-                # Twice as fast as to look for tensors with equal sets, which few are.
-                marks[part.tensor] = marks.get(part.tensor, 0) | mark
-    together: dict[int, list[bytes]] = defaultdict(list)
-    for tensor, mark in marks.items():
-        together[mark].append(tensor)
-    blocks = TensorBlocks(catalog, inventory, marks)
-    for mark, tensors in together.items():
-        yield mark, blocks.of(tensors)
+    marks = list(dict.fromkeys(of_manifests.values()))
+    groups = {mark: number for number, mark in enumerate(marks)}
+    tensors = inventory.tables[Kind.TENSOR]
+    pairs = [np.empty(0, np.int64)]
+    for some in inventory.named_tensors(inventory.readable(catalog, Manifest, of_manifests)):
+        for place, contents in some.manifests:
+            plain |= dict.fromkeys(tips.get(ManifestId(place), ()), contents.plain_bytes())
+        those_of = [groups[of_manifests[ManifestId(place)]] for place, _ in some.manifests]
+        # Each once: most tensors are in many manifests of one group.
+        found = some.rows * len(marks) + np.repeat(those_of, some.counts)
+        pairs.append(distinct(found[some.rows >= 0]))
+    both = distinct(np.concatenate(pairs))
+    if not len(both):
+        return
+    rows, of_rows = np.divmod(both, len(marks))
+    starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
+    together: dict[bytes, list[int]] = defaultdict(list)
+    for row, those in zip(rows[starts].tolist(), np.split(of_rows, starts[1:]), strict=True):
+        together[those.tobytes()].append(row)
+    blocks = TensorBlocks(catalog, inventory, map(tensors.id, rows[starts].tolist()))
+    for groups_of, same in together.items():
+        owners = [marks[group] for group in np.frombuffer(groups_of, np.int64).tolist()]
+        yield reduce(or_, owners), blocks.of(np.array(same))
 
 
 def _manifests(catalog: Catalog, record: SnapshotRecord) -> Iterator[ManifestId]:

@@ -10,7 +10,7 @@
     plan       lives as long as the contents of all its inputs do, and keeps nothing alive
     note       lives with its snapshot
 
-An `Inventory` holds all rows of an index at one moment, as arrays: about 67 bytes per block.
+An `Inventory` holds all rows of an index at one moment, as arrays: about 59 bytes per block.
 `Reach` marks the rows that are reached; it only ever adds marks. It reads and decodes every record
 once, bypassing the catalog's cache. Takes time linear in what is reached. Used by one thread.
 """
@@ -115,6 +115,19 @@ class Roots(msgspec.Struct, frozen=True):
         )
 
 
+class NamedTensors(msgspec.Struct, frozen=True):
+    """The tensors that some manifests name, those of one manifest after those of another.
+
+    counts: of each manifest, how many. ids: concatenated. rows: of each id, its row; -1 if a tensor
+    is virtual, or lost.
+    """
+
+    manifests: list[tuple[bytes, Manifest]]
+    counts: list[int]
+    ids: bytes
+    rows: Numbers
+
+
 class Inventory:
     """All rows of an index at one moment: blocks, records by kind, and packs by number."""
 
@@ -182,6 +195,25 @@ class Inventory:
         for id in (*lost, *left.values()):
             with suppress(NotFound, Corrupt):
                 yield id, catalog.record(kind, id)
+
+    def named_tensors(self, manifests: Iterable[tuple[bytes, Manifest]]) -> Iterator[NamedTensors]:
+        """Yield what these manifests name, some 10^5 tensors at a time."""
+        each = iter(manifests)
+        while True:
+            some: list[tuple[bytes, Manifest]] = []
+            lists: list[bytes] = []
+            length = 0
+            while length < _BATCH * ID_BYTES and (one := next(each, None)) is not None:
+                some.append(one)
+                lists.append(
+                    b"".join([part.tensor for file in one[1].files for part in file.parts])
+                )
+                length += len(lists[-1])
+            if not some:
+                return
+            ids = b"".join(lists)
+            counts = [len(one) // ID_BYTES for one in lists]
+            yield NamedTensors(some, counts, ids, self.tables[Kind.TENSOR].find(ids))
 
     def count_by_pack(self, live: Mapping[Kind, Flags] | None = None) -> tuple[Numbers, Numbers]:
         """Return the rows in each pack, and their stored bytes: int64 by the pack's number.
@@ -377,15 +409,13 @@ class Reach:
             new = dict.fromkeys(id for id in self._manifests if id not in self._contents)
             self._manifests.clear()
             self._contents.update(new)
-            parts: set[bytes] = set()
-            for _, manifest in self._loaded(Manifest, new):
-                for file in manifest.files:
-                    parts.update([part.tensor for part in file.parts])
-                if len(parts) >= _BATCH:
-                    self._keep_parts(parts)
-                    parts.clear()
+            named = np.zeros(len(self.inventory.tables[Kind.TENSOR]), np.bool_)
+            others: set[bytes] = set()
+            for some in self.inventory.named_tensors(self._loaded(Manifest, new)):
+                named[some.rows[some.rows >= 0]] = True
+                others.update(id_at(some.ids, at) for at in np.flatnonzero(some.rows < 0).tolist())
             # May name more manifests: those of a virtual tensor's inputs.
-            self._keep_parts(parts)
+            self._keep_tensors(np.flatnonzero(named & ~self.live[Kind.TENSOR]), others)
         self._flush()
         while self._searches:
             self._mark_found()
@@ -393,15 +423,12 @@ class Reach:
             self._pool.shutdown()
             self._pool = None
 
-    def _keep_parts(self, parts: Iterable[bytes]) -> None:
-        ids = b"".join(parts)
-        found = self.inventory.tables[Kind.TENSOR].find(ids)
-        new = found[found >= 0]
-        new = new[~self.live[Kind.TENSOR][new]]
-        for id, tensor in self._loaded_rows(Tensor, new):
+    def _keep_tensors(self, rows: Numbers, others: Iterable[bytes]) -> None:
+        """Keep the tensors of these rows, and those that have none."""
+        for id, tensor in self._loaded_rows(Tensor, rows):
             self._keep_tensor(TensorId(id), tensor)
-        for at in np.flatnonzero(found < 0).tolist():
-            self._keep_without_row(TensorId(id_at(ids, at)))
+        for one in others:
+            self._keep_without_row(TensorId(one))
 
     def _keep_tensor(self, id: TensorId, tensor: Tensor) -> None:
         if not tensor.fits(self._catalog.block_size):

@@ -75,18 +75,24 @@ class TensorBlocks:
             pieces = [search.result() for search in searches]
         self._blocks = np.concatenate([np.empty(0, np.int32), *pieces])
 
-    def of(self, tensors: Sequence[bytes]) -> Numbers:
-        """Return the row numbers of their blocks and these blocks' bases, each once, ascending."""
-        found = self._tensors.find(b"".join(tensors))
-        found = found[found >= 0]
-        starts, counts = self._starts[found], self._counts[found]
+    def of(self, rows: Numbers) -> Numbers:
+        """Return the row numbers of the blocks of the tensors of these rows, and of their bases.
+
+        Each once, ascending.
+        """
+        starts, counts = self._starts[rows], self._counts[rows]
         steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         blocks = self._blocks[np.repeat(starts, counts) + steps].astype(np.int64)
         blocks = blocks[blocks >= 0]
         bases = self._base[blocks].astype(np.int64)
-        # Sorted by hand: numpy's `unique` takes ten times as long on integers like these.
-        both = np.sort(np.concatenate([blocks, bases[bases >= 0]]))
-        return both[np.append(True, both[1:] != both[:-1])] if len(both) else both
+        return distinct(np.concatenate([blocks, bases[bases >= 0]]))
+
+
+def distinct(numbers: Numbers) -> Numbers:
+    """Return each of these numbers once, ascending."""
+    # Sorted by hand: numpy's `unique` takes ten times as long on integers like these.
+    both = np.sort(numbers)
+    return both[np.append(True, both[1:] != both[:-1])] if len(both) else both
 
 
 def _found(blocks: LocationTable, ids: bytes) -> npt.NDArray[np.int32]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     *("blake3", "lmdb", "ml_dtypes", "msgspec", "numpy", "safetensors", "zstandard"),
-    *("mfusepy", "starlette", "torch", "transformers"),
+    *("starlette", "torch", "transformers"),
 )
 """Packages whose versions are told where they are installed: what mstore needs, and its extras."""
 
