@@ -255,6 +255,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("target", ["BF16", "F64"])
@@ -339,6 +340,7 @@ def every(seed: int = 0) -> dict[str, Array]:
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", NAMES)
 def test_every_tensor_gets_the_type(store: Store, tmp_path: Path, target: str) -> None:
     """Floating-point tensors have the type, others stay, and safetensors reads the file."""

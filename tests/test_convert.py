@@ -344,6 +344,7 @@ def bomb(path: Path, size: int) -> None:
                     file.write(bytes(1 << 20))
 
 
+@pytest.mark.rest
 def test_a_bomb_ends_at_the_limit_of_memory(tmp_path: Path, scratch: Path) -> None:
     """A pickle that unpacks to more memory than is allowed ends in an error that says so."""
     path = tmp_path / "x.pt"
@@ -353,6 +354,7 @@ def test_a_bomb_ends_at_the_limit_of_memory(tmp_path: Path, scratch: Path) -> No
     assert refused.where == str(path)
 
 
+@pytest.mark.rest
 def test_time_has_a_limit(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that does not end is killed after its time, and the error says so."""
     path = tmp_path / "x.pt"
@@ -527,6 +529,7 @@ def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
         assert set(store._catalog.refs()) == {"other"}
 
 
+@pytest.mark.rest
 def test_nothing_imports_the_child(tmp_path: Path) -> None:
     """A child converts what is added; the library never loads its program, nor torch, into its own
     process."""

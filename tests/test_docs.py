@@ -52,6 +52,7 @@ def _anchors(page: Path) -> set[str]:
     return anchors
 
 
+@pytest.mark.sampled(110)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
     """Every relative link leads to a file that exists, and to a heading that it has."""

@@ -123,6 +123,7 @@ def test_the_formula_is_that_of_the_paper(place: Place) -> None:
         assert known.mean() > 0.9 or name == "tiny"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "limits",
     [
@@ -181,6 +182,7 @@ def test_what_cannot_count_is_not_read(place: Place) -> None:
     assert set(a[5] + b[5]) == {BELOW}
 
 
+@pytest.mark.rest
 def test_shared_halves_are_read_once(place: Place) -> None:
     """Experts that share their own blocks or those of Fishers pay for these once, at any budget,
     and a full budget in bytes is a merge without one."""

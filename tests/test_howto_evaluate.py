@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from small_models import small_model
 
+pytestmark = pytest.mark.rest
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "howto" / "evaluate.md").read_text()
 

@@ -13,6 +13,8 @@ import pytest
 from small_models import small_model
 from transcripts import shell_lines
 
+pytestmark = pytest.mark.rest
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "howto" / "gate.md").read_text()
 

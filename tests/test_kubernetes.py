@@ -435,6 +435,7 @@ def test_ray_knows_its_parameters() -> None:
         assert scripts.start.make_context("ray start", words).args == []
 
 
+@pytest.mark.rest
 def test_the_script_merges(tmp_path: Path) -> None:
     """The script, with a directory for the bucket and processes for the cluster, pushes a merge."""
     remote, models = tmp_path / "remote", ("llama", "chat", "code")

@@ -207,6 +207,7 @@ def test_a_flipped_bit_is_an_error(family: tuple[Path, dict[str, Path]], point: 
     assert filecmp.cmp(point / other, refs["b"] / other, shallow=False)
 
 
+@pytest.mark.rest
 def test_inodes_are_the_same_in_every_mount(
     family: tuple[Path, dict[str, Path]], mounted: tuple[Path, Path, MountInfo]
 ) -> None:
@@ -263,6 +264,7 @@ def test_the_whole_store(family: tuple[Path, dict[str, Path]], point: Path) -> N
     assert code_of(lambda: os.stat(point / "snapshots" / ("0" * 64))) == "ENOENT"
 
 
+@pytest.mark.rest
 def test_one_model_of_a_snapshot(
     family: tuple[Path, dict[str, Path]], tmp_path: Path, point: Path
 ) -> None:
@@ -316,6 +318,7 @@ def test_the_mount_follows_its_refs(family: tuple[Path, dict[str, Path]], point:
     store.close()
 
 
+@pytest.mark.rest
 def test_readers_of_a_moving_ref_never_see_a_mixture(
     family: tuple[Path, dict[str, Path]], point: Path
 ) -> None:
@@ -420,6 +423,7 @@ def test_sigterm_waits_for_the_last_close(mounted: tuple[Path, Path, MountInfo])
     wait_until(lambda: not runs(info.pid or 0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_end_an_idle_mount(
     mounted: tuple[Path, Path, MountInfo], number: signal.Signals
@@ -432,6 +436,7 @@ def test_signals_end_an_idle_mount(
     assert not is_mounted(point)
 
 
+@pytest.mark.rest
 def test_a_crashed_mount_is_recognised_and_cleared(
     family: tuple[Path, dict[str, Path]], mounted: tuple[Path, Path, MountInfo]
 ) -> None:
@@ -493,6 +498,7 @@ def test_a_crashed_mount_of_somebody_else_is_left(
     assert is_mounted(point)
 
 
+@pytest.mark.rest
 def test_all_mounts_are_ended_at_once(
     family: tuple[Path, dict[str, Path]], point: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -583,6 +589,7 @@ def start_in_foreground(store: Path, point: Path) -> tuple[subprocess.Popen[str]
     return process, int(process.stdout.readline())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_in_the_foreground_caller_and_mount_end_together(
     family: tuple[Path, dict[str, Path]], point: Path, number: signal.Signals
@@ -626,6 +633,7 @@ def test_in_the_foreground_an_interrupt_while_it_is_announced_is_served_too(
     assert opened == [(refs["b"] / BIG).read_bytes()]
 
 
+@pytest.mark.rest
 def test_in_the_foreground_unmount_ends_the_call(
     family: tuple[Path, dict[str, Path]], point: Path
 ) -> None:
@@ -721,6 +729,7 @@ def pretend_python(folder: Path, script: str) -> str:
     return str(program)
 
 
+@pytest.mark.rest
 def test_a_daemon_that_does_not_answer(
     family: tuple[Path, dict[str, Path]], point: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def flip(store: Path, original: Path) -> None:
 # -- what is read ----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", ["raw", "auto"])
 def test_the_same_as_fuse_shows(root: Path, codec: str) -> None:
     """On the checkpoint of every dtype, both drivers show the same bytes, attributes and labels."""
@@ -434,6 +435,7 @@ def test_auto_takes_the_kernel(store: Path, root: Path) -> None:
     assert next(one for one in mounts() if one.mountpoint == point).driver == "erofs"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options", [{"follow": True}, {"show_meta": True}, {"verify": "always"}], ids=str
 )

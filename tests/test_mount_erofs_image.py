@@ -123,7 +123,7 @@ def written(
     return bytes(made), copied.count
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(TREE)
 def test_an_image_shows_every_file(tree: dict[str, list[Part]]) -> None:
     """Any tree, in whatever way its bytes lie in packs, is read back from image and packs."""
