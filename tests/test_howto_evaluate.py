@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from small_models import small_model
 
-pytestmark = pytest.mark.rest
-
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "howto" / "evaluate.md").read_text()
 
@@ -56,6 +54,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rest
 def test_the_page(place: Path) -> None:
     """Somebody scores two models by a script of their own, and compares them."""
     told = {line: run(line, place) for line in commands()}

@@ -13,8 +13,6 @@ import pytest
 from small_models import small_model
 from transcripts import shell_lines
 
-pytestmark = pytest.mark.rest
-
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "howto" / "gate.md").read_text()
 
@@ -68,6 +66,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rest
 def test_the_page(place: Path) -> None:
     """A merge passes, a gate gets a name, branches are guarded, and a job of CI pushes."""
     told = {line: succeed(line, place) for line in shell_lines(PAGE)}
