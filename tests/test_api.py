@@ -582,6 +582,7 @@ print("of-child" in store, snapshot.tensor(name).tobytes() in want)
 """
 
 
+@pytest.mark.rest
 def test_forked_children(store: Store) -> None:
     """A forked child opens its own store, whatever the parent has open, closed or not, and so does
     a filesystem of fsspec; objects of the parent say so; and the parent goes on."""

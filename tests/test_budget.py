@@ -386,7 +386,7 @@ def test_a_budget_changes_only_what_is_left_out(
         assert families.differences(found, wanted) == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("method", ["ties", "breadcrumbs"])
 def test_ties_are_counted_once(method: str, tied: Place) -> None:
     """What it takes to know the ties that are left out is read at most once a threshold, is no
@@ -480,7 +480,7 @@ def test_the_estimate_knows_the_edges(tied: Place) -> None:
         assert tied.relative_error(merged, full) < measured / 2
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.rest
 @pytest.mark.parametrize("method", CONSENSUS)
 def test_what_is_known_of_an_estimate_is_told(method: str, place: Place) -> None:
     """A plan that elects signs and leaves something out says that its estimate is no bound, and by

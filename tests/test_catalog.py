@@ -184,6 +184,7 @@ def test_a_killed_init_is_taken_up(tmp_path: Path) -> None:
     assert made > 20
 
 
+@pytest.mark.rest
 def test_of_many_inits_one_succeeds(tmp_path: Path) -> None:
     """Processes that init one directory at the same time: one makes the store, the others are
     told that there is one."""

@@ -505,6 +505,7 @@ WRONG_USAGE = {
 """What is wrong in itself, and not only in this store: exit 2."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", BAD_LINES)
 def test_bad_input(
     what: str, family: Program, models: Path, monkeypatch: pytest.MonkeyPatch

@@ -156,7 +156,7 @@ def test_foreground_ends_with_ctrl_c(store: Program, directory: Path) -> None:
     assert not os.path.ismount(directory)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @needs_fuse
 @pytest.mark.parametrize("foreground", [[], ["--foreground"]])
 def test_a_mount_that_cannot_be_announced_is_not_left(

@@ -78,7 +78,7 @@ def line_for(what: str, models: Path, out: Path) -> list[str]:
     return [what, {"rm": MATH, "drop": CODE}[what]] if what in {"rm", "drop"} else line
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("what", [*VERBS_WITH_OUTPUT, *MORE])
 def test_no_line_is_wider_than_the_terminal(

@@ -264,6 +264,7 @@ def test_s3_alone_and_beside_http(store: Program, monkeypatch: pytest.MonkeyPatc
             assert answer.read() == whole
 
 
+@pytest.mark.rest
 def test_s3_that_the_network_reaches(store: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """At an address that other machines reach, it warns that there is no TLS."""
     monkeypatch.setenv("MSTORE_S3_KEY", "models")

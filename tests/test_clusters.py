@@ -211,9 +211,9 @@ class Killing(Standing):
         return self.engine.call(slice.label, killed_once, self._mark, slice)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("push", [False, True], ids=["fetched", "pushed"])
-@pytest.mark.parametrize("cluster", ["local", "dask"])
+@pytest.mark.parametrize("cluster", ["local", pytest.param("dask", marks=pytest.mark.rest)])
 def test_a_killed_worker_costs_only_time(
     cluster: str, push: bool, scene: Scene, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

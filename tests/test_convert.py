@@ -153,6 +153,7 @@ def pickled(archive: bool) -> dict[str, Any]:
     return tensors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("archive", [True, False])
 def test_the_file_is_what_safetensors_would_write(family: Family, archive: bool) -> None:
     """Of either form of pickle comes, byte for byte, the file of the format's own library."""
@@ -248,6 +249,7 @@ def tar_of_pickles(mark: Path) -> bytes:
     return raw.getvalue()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("form", ["archive", "legacy", "bare", "tar"])
 @pytest.mark.parametrize("forced", [True, False])
@@ -506,6 +508,7 @@ with mstore.Store.open(sys.argv[1]) as store:
 """
 
 
+@pytest.mark.rest
 def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
     """A parent that is killed takes the child along; the next writer removes what they left."""
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")

@@ -324,6 +324,7 @@ def test_gc_meanwhile(place: Place, monkeypatch: pytest.MonkeyPatch, *, hold: bo
     sound(b)
 
 
+@pytest.mark.rest
 def test_upkeep(place: Place) -> None:
     """gc, repair, prune, reindex and backup after a fetch leave a sound store that goes on."""
     a = place.store("a")
@@ -669,6 +670,7 @@ def test_bytes_of_packs(snapshot: Snapshot) -> None:
         assert [one for one in told if "origin" not in one and path.stem[:12] not in one] == []
 
 
+@pytest.mark.rest
 def test_missing_and_foreign_objects(snapshot: Snapshot) -> None:
     """A missing, cut or exchanged object is an error, and nothing is published."""
     others = small_objects(snapshot.place)[1:]

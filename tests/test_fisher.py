@@ -454,6 +454,7 @@ def test_a_plan_elsewhere_is_the_same(place: Place, tmp_path: Path) -> None:
         assert other.merge(taken, name="there").manifest == merged.manifest
 
 
+@pytest.mark.rest
 def test_tied_names_have_one_fisher(tmp_path: Path) -> None:
     """That of the first name, also if a Fisher says something else of the other, or nothing."""
     family = families.layered(3, rows=70).informed()

@@ -173,6 +173,7 @@ def test_a_wrong_command_is_no_verdict(
     assert store.judged(snapshot) == []
 
 
+@pytest.mark.rest
 def test_gates_run_in_order_until_one_says_no(store: Store) -> None:
     """All must pass, and those after one that does not are not run."""
     name, _ = merge(store)
@@ -543,6 +544,7 @@ def test_copies_need_no_gate(guarded: Store, tmp_path: Path) -> None:
         assert copy.required_gates_by_pattern() == {"prod/*": ("quality",)}
 
 
+@pytest.mark.rest
 def test_pull_and_push(guarded: Store, tmp_path: Path) -> None:
     """A pull moves no such ref, fetched verdicts or not, and a push sends none."""
     remote = f"file://{tmp_path}/remote"
@@ -655,6 +657,7 @@ def test_add_and_push_with_a_check(mstore: Program, copied: Path) -> None:
     assert [one["name"] for one in done.document["moved"]] == ["x"]
 
 
+@pytest.mark.rest
 def test_gates_of_the_settings(mstore: Program, copied: Path) -> None:
     """A name stands for the command, scores, limits and time of the user's settings, which other
     settings leave as they are."""

@@ -333,7 +333,7 @@ def test_a_mirror_without_parts_is_told(
 # A kill
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rest
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_random_and_resumed(seed: int, hub: Hub, tmp_path: Path) -> None:
     """A process that is killed while shards arrive leaves a sound store, and the next goes on."""

@@ -65,6 +65,7 @@ def test_every_pass_is_found() -> None:
     assert all(path.is_file() for one in found for path in one.sources)
 
 
+@pytest.mark.rest
 def test_what_is_missing_is_compiled(tmp_path: Path) -> None:
     """A level's code is made, with progress on standard error; what belongs to no pass is removed;
     the second time nothing is left to do."""

@@ -87,7 +87,7 @@ def add_all(root: Path, seed: int) -> Store:
     return store
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_plan_is_the_same_with_digests_without_and_with_damaged_ones(
     tmp_path: Path, seed: int

@@ -426,6 +426,7 @@ def test_dask_knows_its_setting() -> None:
     assert isinstance(dask.config.get("distributed.scheduler.allowed-failures"), int)
 
 
+@pytest.mark.rest
 def test_ray_knows_its_parameters() -> None:
     """What KubeRay passes to `ray start` are options of it."""
     scripts = pytest.importorskip("ray.scripts.scripts")

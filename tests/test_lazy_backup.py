@@ -374,7 +374,7 @@ def test_a_full_disk_leaves_a_backup_that_is_read(
     assert outcomes == {False, True}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("when", [0, 1], ids=["before", "after"])
 def test_an_end_beside_the_new_index(
     place: Place, following: tuple[Store, Store], when: int
@@ -508,6 +508,7 @@ def test_what_is_nowhere_is_told(place: Place, following: tuple[Store, Store], w
         assert files(copy, "x") == model_files(1)
 
 
+@pytest.mark.rest
 def test_without_tables_a_copy_leans_on_nothing(lazy: Store, tmp_path: Path) -> None:
     """A store that lost its tables cannot read there: its blocks are reported as missing, and no
     clone is made; after a fetch both go well."""

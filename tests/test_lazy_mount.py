@@ -204,6 +204,7 @@ def _right(data: bytes) -> bytes:
     return data
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("soon")
 def test_a_server_of_a_lazy_store(laid: Laid, caplog: pytest.LogCaptureFixture) -> None:
     """`mstore serve` shows right bytes; without the remote, what is in the cache is right and the

@@ -74,6 +74,7 @@ def flip(store: Store, name: str) -> int:
     return count
 
 
+@pytest.mark.rest
 def test_gc_dry_run_counts_nothing_that_leans(lazy: Store) -> None:
     """A dry run of gc says no more than gc drops, and changes nothing."""
     before = all_files(lazy)

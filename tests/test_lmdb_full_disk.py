@@ -252,6 +252,7 @@ assert get() == 4
     assert inside(full_disk, "print(get())") == "1\n"
 
 
+@pytest.mark.rest
 def test_a_commit_that_could_fill_the_disk_is_refused_before(full_disk: Path) -> None:
     """LMDB ends a commit for which the disk has no room, and unlocks, in one call; where writing
     copies, the unlocking has no room then either. So such a commit is not begun."""

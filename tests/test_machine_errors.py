@@ -333,6 +333,7 @@ def test_a_backup_gets_away_what_a_sick_disk_can_still_read(root: Path, tries: T
     assert checked(root / "copy").problems == ()
 
 
+@pytest.mark.rest
 def test_reindex_leaves_out_what_a_sick_disk_has_lost(root: Path, tries: Tries) -> None:
     """EIO for one pack: reindex says that it leaves it out; the next one takes it again."""
     before = {name: rows for name, rows in state(root / "store").items() if name == "blocks"}

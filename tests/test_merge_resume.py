@@ -144,6 +144,7 @@ def test_a_merge_goes_on_where_it_was_interrupted(how: str, method: str, store: 
     assert merge(store, plan, "later").outcome.resumed_expert_bytes == 0
 
 
+@pytest.mark.rest
 def test_elements_that_are_not_finite_are_known_of_what_was_finished(
     store: Store, tmp_path: Path
 ) -> None:
@@ -197,7 +198,7 @@ def test_leftovers_survive_a_second_interruption(store: Store) -> None:
     assert list((store.path / "tmp").iterdir()) == []
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.rest
 @pytest.mark.parametrize("where", ["payload", "footer", "receipt", "missing", "cut", "link"])
 def test_damaged_leftovers_are_not_taken(where: str, store: Store) -> None:
     """A pack or receipt that is not what it was is not used; the rest is, and all is sound."""

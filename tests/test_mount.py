@@ -237,6 +237,7 @@ def bytes_served_by(info: MountInfo) -> int:
     return int(Path(f"/proc/{info.pid}/io").read_text().split("wchar:")[1].split()[0])
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise the read-ahead")
 def test_read_ahead_is_raised(mounted: tuple[Path, Path, MountInfo]) -> None:
     """The kernel asks for a MiB at a time."""
@@ -423,7 +424,7 @@ def test_sigterm_waits_for_the_last_close(mounted: tuple[Path, Path, MountInfo])
     wait_until(lambda: not runs(info.pid or 0))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rest
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_end_an_idle_mount(
     mounted: tuple[Path, Path, MountInfo], number: signal.Signals
@@ -644,6 +645,7 @@ def test_in_the_foreground_unmount_ends_the_call(
     assert process.returncode == 0
 
 
+@pytest.mark.rest
 def test_in_the_foreground_a_crash_is_an_error(
     family: tuple[Path, dict[str, Path]], point: Path
 ) -> None:
@@ -796,6 +798,7 @@ def test_a_machine_without_fuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert "store[REF].tensor(NAME)" in text
 
 
+@pytest.mark.rest
 def test_a_mount_goes_on_after_its_packs_were_rewritten(tmp_path: Path, point: Path) -> None:
     """gc moves what a mount shows into other packs; the mount finds it there."""
     with Store.init(tmp_path / "store", block_size=BLOCK_SIZE) as store:

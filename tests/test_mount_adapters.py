@@ -120,6 +120,7 @@ def test_vllm_finds_them(store: Store, place: Path) -> None:
     assert os.getxattr(config, "user.mstore.ref") == b"loras/math"
 
 
+@pytest.mark.rest
 def test_without_a_served_base_configs_stay(store: Store, place: Path) -> None:
     """The configs are as they were added, so vLLM's resolver takes them for their own base."""
     mount(store.path, None, place, adapters=True)
@@ -145,6 +146,7 @@ def test_refs_come_and_go(store: Store, place: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(place / "loras")) == ["math", "new"]
 
 
+@pytest.mark.rest
 def test_one_that_cannot_be_read_hides_no_other(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

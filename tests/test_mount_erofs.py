@@ -584,6 +584,7 @@ def test_options_that_the_kernel_does_not_know(
     assert "directio" in table_line(point).split(" - ")[1].split(" ")[2].split(",")
 
 
+@pytest.mark.rest
 def test_a_store_on_a_filesystem_that_cannot_back_mounts(root: Path) -> None:
     """A store in memory (tmpfs) cannot be mounted from; `auto` shows it by FUSE."""
     require_or_skip_fuse()

@@ -123,7 +123,7 @@ def test_a_damaged_pack_fails_its_own_reads_only(
     assert looked_at(family, whole.point / "refs" / "base", "base") == {}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_what_was_checked_is_checked_again_if_asked_for(
     driver: Driver, family: Family, tmp_path: Path
 ) -> None:
@@ -135,7 +135,7 @@ def test_what_was_checked_is_checked_again_if_asked_for(
         assert set(looked_at(family, base.point, "base")) == {"EIO"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rest
 def test_a_damaged_base_fails_what_is_stored_as_differences_to_it(
     driver: Driver, family: Family, at: Callable[[str | None], Served]
 ) -> None:

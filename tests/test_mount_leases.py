@@ -237,7 +237,7 @@ def test_a_virtual_merge_that_is_shown_keeps_its_inputs(
         assert len(store.snapshot_ids()) == 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rest
 def test_a_merge_that_becomes_real_goes_on_under_its_mount(
     driver: Driver, family: Family, stack: ExitStack, tmp_path: Path
 ) -> None:

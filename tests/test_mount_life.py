@@ -292,6 +292,7 @@ def test_programs_that_look_for_holes_copy_every_byte(
 # -- log, cache, checks, others ----------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_the_log_of_a_mount(originals: dict[str, Path], point: Path, tmp_path: Path) -> None:
     """In the background, too, the log says when the mount began and ended and which read failed
     why, once; it is appended to."""

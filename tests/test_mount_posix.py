@@ -180,6 +180,7 @@ def _sync(path: str) -> None:
         os.fsync(descriptor)
 
 
+@pytest.mark.sampled(3)
 def test_every_change_is_refused_as_read_only(at: Path) -> None:
     """Opening to write, truncating, creating, removing, renaming, linking, changing modes, owners,
     times or attributes: EROFS each, and nothing has changed."""

@@ -106,7 +106,7 @@ READING = {
 }
 
 
-@pytest.mark.sampled(21)
+@pytest.mark.sampled(42)
 @pytest.mark.parametrize("program", READING)
 def test_programs_that_read_print_the_same(
     driver: Driver, cold: tuple[Path, Path], program: str
@@ -127,7 +127,7 @@ COPYING = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("program", COPYING)
 def test_copies_are_the_directory(
     cold: tuple[Path, Path], program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

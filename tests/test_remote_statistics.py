@@ -101,7 +101,7 @@ def test_other_densities_are_looked_for(family: Place) -> None:
     assert _plan(family.open("clone"), 0.37, 0.5).analyze_bytes_read > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("what", ["thresholds", "statistics"])
 def test_planning_says_beforehand_what_it_reads(
     family: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str

@@ -155,7 +155,7 @@ def test_zero_is_the_base(method: str, place: Place) -> None:
         assert np.array_equal(families.bits(np.asarray(found)), families.bits(own)), name
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.rest
 @pytest.mark.parametrize("method", SCALED)
 def test_the_error_is_scaled(method: str, place: Place) -> None:
     """What a plan says of its error is that without a scale, times the magnitude of the scale; the

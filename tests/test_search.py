@@ -189,7 +189,7 @@ def test_the_winner(place: Path) -> None:
         assert len(again.shown) == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize(("jobs", "trials"), [(1, 3), (3, 6)])
 def test_the_same_seed_gives_the_same(jobs: int, trials: int, place: Path) -> None:
     """Whichever of several trials is done first, equal seeds and jobs give equal trials; those that

@@ -105,6 +105,7 @@ def is_negative(store: Store) -> Callable[[str], bool]:
     return lambda shown: bool(store[shown].load()["model.norm.weight"][0] < 0)
 
 
+@pytest.mark.rest
 def test_over_time_by_hand(grown: Path) -> None:
     """Marks lead to the first bad position in five steps, from any process."""
     with Store.open(grown / "store") as store:
@@ -196,6 +197,7 @@ def test_statuses_that_answer(grown: Path, tmp_path: Path) -> None:
         store.bisect_reset()
 
 
+@pytest.mark.rest
 def test_the_same_call_goes_on(grown: Path, tmp_path: Path) -> None:
     """`bisect_run` goes on where it stopped, with no mark twice; another bisection is refused, and
     without what is good the hint says which option names it, and what lists the positions."""

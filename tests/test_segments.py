@@ -620,7 +620,7 @@ def before_change(directory: Path) -> dict[PackId, PackTable]:
     return tables
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("change", list(CHANGE))
 def test_a_power_loss_leaves_rows_of_before_or_after(tmp_path: Path, change: str) -> None:
     """Whatever a power loss leaves at any step of a change, the rows are those of before it or of
@@ -730,6 +730,7 @@ def test_a_failed_step_leaves_rows_of_before_or_after(tmp_path: Path, change: st
     assert steps > 10
 
 
+@pytest.mark.rest
 def test_a_reader_stays_while_others_change(directory: Path) -> None:
     """What a reader has open answers as before while segments are replaced and removed."""
     tables = before_change(directory)

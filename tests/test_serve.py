@@ -861,6 +861,7 @@ def test_long_directories_are_made_like_documents(
     assert [one.status for one in again] == [200, 200, 307, 404]
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 def test_curl_resumes(server: Served, root: Path, tmp_path: Path) -> None:
     """Four curls at once, each stopped and resumed, end with the whole file."""

@@ -71,7 +71,7 @@ def pytest_on(program: str, directory: Path, *options: str) -> subprocess.Comple
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("workers", [0, 1])
 def test_no_test_ends_the_run_in_silence(workers: int, tmp_path: Path) -> None:
     """Each call that would end pytest, or a worker of it, or the process above, fails its test

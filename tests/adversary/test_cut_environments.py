@@ -89,7 +89,7 @@ def test_what_can_be_thrown_away_is_set_aside(area: str, pages: int, store: Path
     assert str(aside[0]) in told[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("area", ["stats", "memo"])
 def test_repair_sets_aside(area: str, store: Path) -> None:
     """`fsck --repair` is enough: afterwards fsck finds nothing."""

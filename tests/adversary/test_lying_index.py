@@ -198,6 +198,7 @@ def test_the_directory_of_the_mirror_is_gone(life: Life) -> None:
     life.promises.require_kept(life.root)
 
 
+@pytest.mark.rest
 def test_a_command_warns(life: Life, older: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A command that reads by such an index says so on standard error, and what to type."""
     put_back(life, older)

@@ -130,7 +130,7 @@ def test_an_add_of_what_surfaced_finds_it_there(store: Store, models: list[Path]
     assert actions(store, "llama") == ["add"] * 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("virtual", [False, True])
 def test_a_merge_goes_on_from_what_surfaced(
     store: Store, models: list[Path], *, virtual: bool
