@@ -410,6 +410,7 @@ def test_after_close_nothing_pretends(store: Store) -> None:
         store.refs()
 
 
+@pytest.mark.rest
 def test_all_tensors_at_once(store: Store) -> None:
     """`load` has every tensor as numpy, `load_torch` the same elements as torch has them."""
     torch = pytest.importorskip("torch")

@@ -457,6 +457,7 @@ def test_two_thresholds_must_be_exact(tied: Place) -> None:
     assert alone.analyze_bytes_read == 0
 
 
+@pytest.mark.rest
 def test_the_estimate_knows_the_edges(tied: Place) -> None:
     """Where --no-analyze makes a bin's edge serve, the estimate says how far that is from the merge
     that keeps exactly k, with a budget and without one.
@@ -498,7 +499,7 @@ def test_what_is_known_of_an_estimate_is_told(method: str, place: Place) -> None
         assert 0.1 <= measured / (plan.error_estimate or 0) <= 1.7
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rest
 @pytest.mark.parametrize("weights", [(1.0, 0.1), (1.0, 0.3, 0.3), (0.5, 5.0)], ids=str)
 def test_a_light_expert_counts_in_full_where_it_moves_alone(
     weights: tuple[float, ...], tmp_path: Path
@@ -728,6 +729,7 @@ def bare(place: Place, closed_bare: Path, tmp_path: Path) -> Iterator[Place]:
         yield Place(place.root, place.family, store)
 
 
+@pytest.mark.rest
 def test_missing_statistics_are_taken_once(place: Place, bare: Place) -> None:
     """The first plan reads what differs and keeps the statistics; later plans read nothing, and
     all of them are the plans of the store that took them at `add`.
@@ -768,6 +770,7 @@ def test_trimming_needs_statistics(method: str, bare: Place) -> None:
     assert bare.plan("dare_ties", analyze=False).analyze_bytes_read == 0
 
 
+@pytest.mark.rest
 def test_trimming_without_a_second_look(mixed: Place) -> None:
     """With statistics, --no-analyze keeps the bin's edge where the exact threshold takes a look,
     and the threshold itself where somebody has looked before.

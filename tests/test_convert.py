@@ -249,7 +249,7 @@ def tar_of_pickles(mark: Path) -> bytes:
     return raw.getvalue()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("form", ["archive", "legacy", "bare", "tar"])
 @pytest.mark.parametrize("forced", [True, False])

@@ -130,6 +130,7 @@ def test_a_lower_limit_holds_from_the_next_use_on(tmp_path: Path, limit: int) ->
     assert limit or got(lower, (0, 40, 3000)) is None
 
 
+@pytest.mark.rest
 def test_what_was_used_last_stays(tmp_path: Path) -> None:
     """Parts and blocks that are read stay, and those that nobody reads go."""
     cache = cache_at(tmp_path)
@@ -335,6 +336,7 @@ def test_no_link_is_followed(tmp_path: Path, linked: str, kind: int) -> None:
     root.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [0, COMPUTED])
 def test_a_directory_in_the_place_of_a_part_ends_nothing(tmp_path: Path, kind: int) -> None:
     """What cannot be removed is passed over when room is made."""

@@ -130,6 +130,7 @@ def test_the_error_is_what_is_left(store: Store, tmp_path: Path, dtype: str) -> 
         before = report.relative_error
 
 
+@pytest.mark.rest
 def test_large_matrices_are_as_near(tmp_path: Path) -> None:
     """Where only the range of the largest vectors is found, the product is as near as that of the
     whole decomposition, to a thousandth; the same draws give the same factors."""

@@ -234,6 +234,7 @@ def test_one_expert_is_that_expert(place: Place) -> None:
         assert same(place.store["one"].tensor(name), exact)
 
 
+@pytest.mark.rest
 def test_a_fisher_may_lack_what_no_expert_moves(place: Place) -> None:
     """And what one moves if that is allowed: then the expert has no part in it, with any floor."""
     short = {name: one for name, one in place.family.fishers[0].items() if name != "still"}

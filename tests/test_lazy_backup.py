@@ -239,6 +239,7 @@ def test_a_backup_becomes_whole_and_lazy_again(lazy: Store, tmp_path: Path) -> N
     assert read(target)["e1"] == model_files(1, 1)
 
 
+@pytest.mark.rest
 def test_a_backup_follows_a_renamed_remote(lazy: Store, tmp_path: Path) -> None:
     """The tables of a remote go by its name of now, and those of the name before go."""
     target = copied(lazy, "backup", tmp_path / "backup")
@@ -274,7 +275,7 @@ def move(author: Store) -> None:
     author.push(REMOTE, ["x"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("way", ["backup", "clone"])
 def test_a_fetch_meanwhile(
     place: Place, following: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch, way: str
@@ -297,6 +298,7 @@ def test_a_fetch_meanwhile(
     assert read(target) == {"x": model_files(1)}
 
 
+@pytest.mark.rest
 def test_tables_that_are_replaced_while_they_are_copied(
     place: Place, following: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,6 +466,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.rest
 def test_damaged_tables_end_a_copy(lazy: Store, tmp_path: Path) -> None:
     """Tables that are damaged are not copied: the error names the file, and nothing is made or
     changed; those of an earlier backup that is damaged are copied again."""
@@ -483,7 +486,7 @@ def test_damaged_tables_end_a_copy(lazy: Store, tmp_path: Path) -> None:
     assert segments(target) == before
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("way", ["backup", "clone"])
 def test_what_is_nowhere_is_told(place: Place, following: tuple[Store, Store], way: str) -> None:
     """What the remote has lost is missing: a backup names it and copies all else, a clone is not

@@ -282,6 +282,7 @@ def test_output_is_stored_against_the_base(way: str, places: Callable[[str], Pla
         assert (directory / path).read_bytes() == b"".join(store.read_file("coded", path))
 
 
+@pytest.mark.rest
 def test_output_of_another_dtype_has_no_base(places: Callable[[str], Place]) -> None:
     """Blocks of another element type than the base's are stored without one, and are right."""
     store, raw = places("bf16").store("delta"), places("bf16").store("raw")
@@ -332,6 +333,7 @@ def test_a_merge_may_be_stored_unlike_its_store(places: Callable[[str], Place]) 
     assert store.fsck(read_data=True).problems == ()
 
 
+@pytest.mark.rest
 def test_a_raw_merge_says_what_stays_coded(places: Callable[[str], Place]) -> None:
     """With codec="raw", a result that was stored before stays coded, and a remark says so and names
     the call that stores it raw; after that call there is no remark."""
@@ -532,6 +534,7 @@ def test_a_plan_of_another_store(raw_and_dense: tuple[Store, Store]) -> None:
         assert one.materialize("v").manifest == wanted.manifest
 
 
+@pytest.mark.rest
 def test_a_merge_is_replayed_after_its_inputs_were_stored_anew(
     places: Callable[[str], Place], tmp_path: Path
 ) -> None:

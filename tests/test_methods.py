@@ -513,6 +513,7 @@ METHOD = Method(
 """
 
 
+@pytest.mark.rest
 def test_a_method_may_need_products_of_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -481,6 +481,7 @@ def test_a_new_mount_clears_a_crashed_one(
     assert not is_mounted(point)
 
 
+@pytest.mark.rest
 def test_a_crashed_mount_of_somebody_else_is_left(
     family: tuple[Path, dict[str, Path]],
     mounted: tuple[Path, Path, MountInfo],
@@ -552,6 +553,7 @@ def test_unmount_needs_a_mount_of_ours(point: Path) -> None:
             unmount(other)
 
 
+@pytest.mark.rest
 def test_a_mount_that_nobody_was_told_of_is_taken_away(
     family: tuple[Path, dict[str, Path]], point: Path
 ) -> None:
@@ -609,6 +611,7 @@ def test_in_the_foreground_caller_and_mount_end_together(
     wait_until(lambda: not runs(daemon))
 
 
+@pytest.mark.rest
 def test_in_the_foreground_an_interrupt_while_it_is_announced_is_served_too(
     family: tuple[Path, dict[str, Path]], point: Path
 ) -> None:

@@ -221,6 +221,7 @@ def test_what_was_added_comes_first(
         subprocess.run(["diff", "-r", point / "refs" / name, tmp_path / name], check=True)
 
 
+@pytest.mark.rest
 def test_labels(store: Store, point: Path) -> None:
     """Extended attributes say which snapshot, which ref, how many tensors and which content; those
     of others are absent, and those of the system not supported."""

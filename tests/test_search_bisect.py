@@ -179,6 +179,7 @@ def test_statuses_that_stop(
         store.bisect_reset()
 
 
+@pytest.mark.rest
 def test_statuses_that_answer(grown: Path, tmp_path: Path) -> None:
     """A first 127 counts as bad if what is good gives another; 1 is bad, 125 skips, 0 is good."""
     with Store.open(grown / "store") as store:
@@ -339,6 +340,7 @@ def test_a_base_that_is_bad_itself(tmp_path: Path) -> None:
         assert len(probes) < 12
 
 
+@pytest.mark.rest
 def test_nothing_is_to_blame(tmp_path: Path) -> None:
     """A merge that is good blames nobody, and so does a command that never judges; no note."""
     with merged(tmp_path, experts=3) as store:

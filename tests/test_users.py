@@ -317,6 +317,7 @@ def test_a_store_that_was_only_found(place: World, carol: User) -> None:
     assert "belongs to user root" in place.run(carol, "mstore refs", work).stdout
 
 
+@pytest.mark.rest
 def test_links_to_a_store_that_was_only_found(place: World, carol: User) -> None:
     """A .mstore that is a link is judged by who made the link, and by whose store it leads to; its
     format file likewise."""
