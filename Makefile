@@ -24,11 +24,11 @@ WORKERS := -n auto --maxprocesses 4 --dist worksteal
 # A test that waits for ever fails, and is named; no test takes a tenth of this on a busy machine.
 HANGS := --timeout 900 --timeout-method signal
 
-# Of tests with many slow cases a sample (`test-rest` has the rest), and none of the long lanes.
+# What is cheap, and of what is dear enough to prove each feature: docs/testing.md, "Lanes".
 test: setup
 	@$(PYTEST) -q -m "not slow and not rest" $(WORKERS) $(HANGS)
 
-# The cases that `make test` leaves out of its samples.  PART=1/6 runs a sixth of them.
+# The dear tests, and cases of tests, that `make test` leaves out.  PART=1/6 runs a sixth of them.
 test-rest: setup
 	@TEST_PART=$(PART) $(PYTEST) -q -m "rest and not slow" $(WORKERS) $(HANGS)
 

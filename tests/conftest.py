@@ -39,8 +39,13 @@ from mstore.blocks.index import Index
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-settings.register_profile("dev", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+EXAMPLES = 50
+"""Of each property; a test that needs more, or fewer, says so."""
+
+settings.register_profile("dev", deadline=None, max_examples=EXAMPLES)
+settings.register_profile(
+    "ci", deadline=None, max_examples=EXAMPLES, derandomize=True, print_blob=True
+)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

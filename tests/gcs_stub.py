@@ -189,7 +189,7 @@ def serving(stub: Stub) -> Iterator[Stub]:
     """Serve at a free port of this machine while the block runs."""
     handler = type("Handler", (_Handler,), {"stub": stub})
     server = QuietServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     stub.endpoint = f"http://127.0.0.1:{server.server_port}"
     try:

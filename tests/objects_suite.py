@@ -260,7 +260,9 @@ class ObjectsSuite(ReadingSuite):
 
     # -- others ------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 20 << 20])
+    @pytest.mark.parametrize(
+        "size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, pytest.param(20 << 20, marks=pytest.mark.rest)]
+    )
     def test_what_was_put_is_read(self, objects: Objects, size: int) -> None:
         """An object of any size has the bytes of its pieces; a second put changes nothing."""
         data = some_bytes(size)

@@ -155,7 +155,7 @@ MERGES: list[tuple[str, dict[str, float], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ["family", "singles"])
 @pytest.mark.parametrize(("method", "experts", "given"), MERGES)
 def test_an_adapter_is_merged_like_the_model_it_makes(
@@ -175,6 +175,7 @@ def test_an_adapter_is_merged_like_the_model_it_makes(
     assert store.replay("merged").same
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("method", "given"),
     [
@@ -223,6 +224,7 @@ def test_an_adapter_costs_its_own_bytes(family: Family) -> None:
     assert store.merge(plan, name="whole").expert_bytes_read <= plan.planned_expert_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("share", ["20%", "50%", "80%"])
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
 def test_a_budget_takes_products_whole_or_not_at_all(
@@ -301,6 +303,7 @@ def test_the_same_adapter_twice_is_read_once(family: Family) -> None:
     assert merged.expert_bytes_read + merged.memo_expert_bytes == once.planned_expert_bytes
 
 
+@pytest.mark.rest
 def test_other_processes_apply_adapters(family: Family) -> None:
     """Slices that other processes compute give the same snapshot, for the same bytes."""
     store = family.store
@@ -433,6 +436,7 @@ def test_a_recipe_without_a_base_starts_from_the_adapters_model(family: Family) 
     assert (request.base, tuple(request.experts)) == ("base", (("small", 1.0),))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "change", [("base+small", "tuned+small"), ("base_model: base", "base_model: tuned+small")]
 )
@@ -492,6 +496,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("settings", "word"), REFUSED, ids=lambda one: str(one)[:40])
 def test_settings_that_cannot_be_applied(
     store: Store, tmp_path: Path, settings: dict[str, Any], word: str

@@ -254,7 +254,7 @@ def _another_header(path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("change", [_touch, _grow, _shrink, _overwrite])
 @pytest.mark.parametrize("which", [0, -1], ids=["being read", "still to come"])
 def test_a_file_that_changes_is_refused(
@@ -400,6 +400,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_leaves_nothing(kind: str, store: Store, tmp_path: Path) -> None:
     """What is not a sound checkpoint is refused by name; no ref, no block, nothing in tmp/."""

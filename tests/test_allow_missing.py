@@ -79,7 +79,7 @@ def same(found: Arrays, wanted: Arrays) -> None:
         assert np.array_equal(families.bits(found[name]), families.bits(values)), name
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_missing_tensor_counts_as_the_bases(name: str, store: Store) -> None:
     """With every method the result is that of the same expert with the base's tensor there; any

@@ -410,6 +410,7 @@ def test_after_close_nothing_pretends(store: Store) -> None:
         store.refs()
 
 
+@pytest.mark.rest
 def test_all_tensors_at_once(store: Store) -> None:
     """`load` has every tensor as numpy, `load_torch` the same elements as torch has them."""
     torch = pytest.importorskip("torch")
@@ -582,6 +583,7 @@ print("of-child" in store, snapshot.tensor(name).tobytes() in want)
 """
 
 
+@pytest.mark.rest
 def test_forked_children(store: Store) -> None:
     """A forked child opens its own store, whatever the parent has open, closed or not, and so does
     a filesystem of fsspec; objects of the parent say so; and the parent goes on."""

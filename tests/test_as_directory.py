@@ -20,6 +20,8 @@ from mstore.api.integrations.pretrained import from_pretrained
 from mstore.store import leases
 from mstore.terms.errors import BadRequest, Corrupt, NotFound
 
+pytestmark = pytest.mark.rest
+
 torch = Later("torch")
 transformers = Later("transformers")
 

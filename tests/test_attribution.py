@@ -280,7 +280,7 @@ def _absent(states: bytes, chunk: int, elements: int) -> Array:
 # -- blame ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(74)
 @pytest.mark.parametrize("way", WAYS)
 def test_shares_are_those_of_the_definition(
     way: str, store: Store, family: families.Family
@@ -332,7 +332,7 @@ def test_shares_are_those_of_the_definition(
         np.testing.assert_allclose(moved, m, rtol=0, atol=float(ulp * np.abs(found).max(initial=1)))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(74)
 @pytest.mark.parametrize("way", WAYS)
 def test_shares_add_up_to_one(way: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each tensor, each layer and over all; and sums over tensors are those of layers."""
@@ -358,7 +358,7 @@ def test_shares_add_up_to_one(way: str, store: Store, monkeypatch: pytest.Monkey
     assert report.norm == pytest.approx(math.hypot(*(one.norm for one in report.layers)), rel=1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("way", ["ties", "trims", "elects", "band", "turns"])
 def test_any_number_of_threads_gives_the_same_bits(
     way: str, store: Store, monkeypatch: pytest.MonkeyPatch
@@ -374,7 +374,7 @@ def _bare(report: BlameReport) -> tuple[object, ...]:
     return report.tensors, report.layers, report.experts, report.norm, report.expert_bytes_read
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(74)
 @pytest.mark.parametrize("way", WAYS)
 def test_it_reads_what_the_plan_reads(way: str, store: Store) -> None:
     """Bytes read from experts are exactly the plan's, tensor by tensor too, and it says how far."""
@@ -420,6 +420,7 @@ def test_only_merges_have_shares(store: Store) -> None:
     assert refused.value.where == "model.nothing"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties", "breadcrumbs"])
 def test_elements_that_are_not_finite_are_counted_apart(method: str, tmp_path: Any) -> None:
     """NaN and infinities leave the sums of all other elements as they are."""

@@ -255,6 +255,7 @@ def test_a_backup_that_was_written_to_is_left_alone(
     assert set(contents(target)) == {"one", "two", "mine"}
 
 
+@pytest.mark.rest
 def test_a_store_that_went_back_takes_nothing_from_its_backup(
     store: Store, models: Path, tmp_path: Path
 ) -> None:
@@ -291,6 +292,7 @@ def test_a_backup_of_a_backup_is_how_to_restore(store: Store, models: Path, tmp_
     assert set(contents(target)) == {"one", "two", "three"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("umask", [0o022, 0o027])
 def test_a_backup_is_its_makers(store: Store, models: Path, tmp_path: Path, umask: int) -> None:
     """Whoever shares the store: nobody but its maker may write its backup, the umask says who may
@@ -323,6 +325,7 @@ def test_a_backup_is_its_makers(store: Store, models: Path, tmp_path: Path, umas
 # -- in use ------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_a_backup_beside_writers_and_gc(store: Store, models: Path, tmp_path: Path) -> None:
     """Beside a process that adds and removes and one that collects, each backup is whole."""
     path = Path(__file__).parent
@@ -414,6 +417,7 @@ def prepared(store: Store, models: Path, target: Path) -> dict[str, dict[str, by
     return {name: files_of(models / name) for name in ("one", "two", "three")}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_the_last_backup(
     store: Store, models: Path, tmp_path: Path, step: int
@@ -469,7 +473,7 @@ def points(*short: int, of: int) -> list[object]:
     return [*short, *(pytest.param(at, marks=pytest.mark.slow) for at in every)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("at", points(30, 41, 48, 56, of=60))
 def test_a_kill_leaves_the_last_backup(store: Store, models: Path, tmp_path: Path, at: int) -> None:
     """kill -9 in the middle leaves the old state or the new one; the next run finishes."""
@@ -485,6 +489,7 @@ def test_a_kill_leaves_the_last_backup(store: Store, models: Path, tmp_path: Pat
     assert packs_in(target) == packs_in(store.path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("at", points(4, 41, 58, of=72))
 def test_the_first_backup_goes_on_where_it_was_killed(
     store: Store, models: Path, tmp_path: Path, at: int
@@ -529,6 +534,7 @@ def test_whole_packs_of_an_interrupted_backup_are_not_copied_again(
 # -- damage ------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_a_damaged_pack_is_named(store: Store, models: Path, tmp_path: Path) -> None:
     """A flipped byte in the source is found on the way; the report names the block and whom it
     hurts, all else is backed up, and nothing is removed until the source was mended."""
@@ -558,6 +564,7 @@ def test_a_damaged_pack_is_named(store: Store, models: Path, tmp_path: Path) -> 
     assert contents(target) == {name: files_of(models / name) for name in ("two", "three")}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", ["missing", "footer", "short"])
 def test_a_pack_that_cannot_be_copied_is_named(
     store: Store, models: Path, tmp_path: Path, damage: str
@@ -740,6 +747,7 @@ def lose_blocks(store: Store) -> None:
     assert report.after.problems
 
 
+@pytest.mark.rest
 def test_what_the_store_lost_stays_in_the_backup(
     store: Store, models: Path, tmp_path: Path
 ) -> None:

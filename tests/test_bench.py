@@ -17,6 +17,7 @@ from mstore.merge.planning import report as plan_report
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
 
+@pytest.mark.rest
 def test_simulated_store_opens_and_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `growth.py` and `refs.py` write by hand has rows, packs and records as commits have."""
     monkeypatch.syspath_prepend(str(BENCH))

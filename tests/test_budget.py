@@ -139,7 +139,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 # -- bytes and errors ----------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
@@ -193,7 +193,7 @@ def test_every_budget_is_kept(
     assert exactly.error_bound == (None if method in CONSENSUS else 0.0)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("method", ADDITIVE)
 def test_max_error_is_kept(method: str, place: Place) -> None:
     """--max-error reads less the more error is allowed, and keeps what it was asked for."""
@@ -341,7 +341,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield made
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     ("kind", "method", "parameters"),
     [
@@ -386,6 +386,7 @@ def test_a_budget_changes_only_what_is_left_out(
         assert families.differences(found, wanted) == []
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("method", ["ties", "breadcrumbs"])
 def test_ties_are_counted_once(method: str, tied: Place) -> None:
     """What it takes to know the ties that are left out is read at most once a threshold, is no
@@ -456,6 +457,7 @@ def test_two_thresholds_must_be_exact(tied: Place) -> None:
     assert alone.analyze_bytes_read == 0
 
 
+@pytest.mark.rest
 def test_the_estimate_knows_the_edges(tied: Place) -> None:
     """Where --no-analyze makes a bin's edge serve, the estimate says how far that is from the merge
     that keeps exactly k, with a budget and without one.
@@ -479,7 +481,7 @@ def test_the_estimate_knows_the_edges(tied: Place) -> None:
         assert tied.relative_error(merged, full) < measured / 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rest
 @pytest.mark.parametrize("method", CONSENSUS)
 def test_what_is_known_of_an_estimate_is_told(method: str, place: Place) -> None:
     """A plan that elects signs and leaves something out says that its estimate is no bound, and by
@@ -497,6 +499,7 @@ def test_what_is_known_of_an_estimate_is_told(method: str, place: Place) -> None
         assert 0.1 <= measured / (plan.error_estimate or 0) <= 1.7
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("weights", [(1.0, 0.1), (1.0, 0.3, 0.3), (0.5, 5.0)], ids=str)
 def test_a_light_expert_counts_in_full_where_it_moves_alone(
     weights: tuple[float, ...], tmp_path: Path
@@ -542,6 +545,7 @@ UNEVEN = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rescale", [True, False])
 @pytest.mark.parametrize("method", UNEVEN)
 def test_estimates_of_uneven_experts(method: str, rescale: bool, tmp_path: Path) -> None:
@@ -582,6 +586,7 @@ def test_estimates_of_uneven_experts(method: str, rescale: bool, tmp_path: Path)
 # -- the engine's own guard ----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_read_beyond_the_plan_is_refused(
     threads: int, place: Place, monkeypatch: pytest.MonkeyPatch
@@ -724,10 +729,13 @@ def bare(place: Place, closed_bare: Path, tmp_path: Path) -> Iterator[Place]:
         yield Place(place.root, place.family, store)
 
 
+@pytest.mark.rest
 def test_missing_statistics_are_taken_once(place: Place, bare: Place) -> None:
     """The first plan reads what differs and keeps the statistics; later plans read nothing, and
     all of them are the plans of the store that took them at `add`.
     """
+    # The thresholds of a density are read by the first plan that asks for them.
+    place.plan("ties", budget=0.4)
     known = place.plan("ties", budget=0.4)
     assert known.analyze_bytes_read == 0
     first, second = bare.plan("ties", budget=0.4), bare.plan("ties", budget=0.4)
@@ -764,6 +772,7 @@ def test_trimming_needs_statistics(method: str, bare: Place) -> None:
     assert bare.plan("dare_ties", analyze=False).analyze_bytes_read == 0
 
 
+@pytest.mark.rest
 def test_trimming_without_a_second_look(mixed: Place) -> None:
     """With statistics, --no-analyze keeps the bin's edge where the exact threshold takes a look,
     and the threshold itself where somebody has looked before.
@@ -784,7 +793,7 @@ def test_trimming_without_a_second_look(mixed: Place) -> None:
 # -- requests that make no sense -----------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -211,6 +211,7 @@ def test_the_process_that_made_it_keeps_it(store: Store) -> None:
         assert other.gc(reflog_days=0).candidates_dropped == ()
 
 
+@pytest.mark.rest
 def test_a_killed_process_keeps_nothing(store: Store) -> None:
     """A candidate of a process that was killed is as one whose store was closed."""
     program = (
@@ -282,6 +283,7 @@ def test_prune_keeps_its_contents(store: Store) -> None:
     assert old not in store.prune(keep_last=1).snapshots
 
 
+@pytest.mark.rest
 def test_copies_and_rebuilt_indexes_have_them(store: Store, tmp_path: Path) -> None:
     """Backups, clones and a rebuilt index have candidates and remote refs, as those."""
     made = merge(store)

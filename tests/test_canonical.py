@@ -457,7 +457,7 @@ def test_different_records_have_different_bytes(one: Record, other: Record) -> N
     assert (one.encode() == other.encode()) == same
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(record=ANY_RECORD, data=st.data())
 def test_random_damage_is_refused_or_another_record(record: Record, data: st.DataObject) -> None:
     """Damaged bytes are Corrupt, or the canonical bytes of some other record: never a second

@@ -160,7 +160,7 @@ def hard(draw: st.DrawFn) -> tuple[str, list[float]]:
     return dtype, found
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(asked=hard(), single=st.booleans())
 def test_every_element_is_rounded_once(asked: tuple[str, list[float]], single: bool) -> None:
     """An element becomes the number nearest to its exact value, ties to even, with its sign."""
@@ -224,7 +224,7 @@ def scaled(draw: st.DrawFn) -> tuple[Scale, npt.NDArray[np.float32], Array]:
     return scale, np.ascontiguousarray(weight), (wide, own)  # type: ignore[return-value]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(asked=scaled(), cuts=st.lists(st.integers(0, 300), max_size=6))
 def test_a_piece_gets_the_scales_of_its_elements(asked: Any, cuts: list[int]) -> None:
     """Whatever the form of a scale, and wherever a weight is cut: each element gets its own."""
@@ -255,6 +255,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("target", ["BF16", "F64"])
@@ -339,6 +340,7 @@ def every(seed: int = 0) -> dict[str, Array]:
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", NAMES)
 def test_every_tensor_gets_the_type(store: Store, tmp_path: Path, target: str) -> None:
     """Floating-point tensors have the type, others stay, and safetensors reads the file."""
@@ -1052,6 +1054,7 @@ def test_an_adapter_of_a_part_says_what_is_not_in_it(store: Store, tmp_path: Pat
     assert "store.cast('tuned', dtype='bfloat16')" in report.remarks[0]
 
 
+@pytest.mark.rest
 def test_fine_tunes_in_fp64_and_fp8_are_merged_and_loaded(store: Store, tmp_path: Path) -> None:
     """A base in bf16, a fine-tune in fp64 and one in scaled fp8: cast, merged, and transformers
     loads the merge and each cast, which are near what they were."""

@@ -150,6 +150,7 @@ def test_init_takes_nobody_elses_directory(template: Path, tmp_path: Path) -> No
     Catalog.create(tmp_path / "empty", BLOCK).close()
 
 
+@pytest.mark.rest
 def test_a_killed_init_is_taken_up(tmp_path: Path) -> None:
     """init stopped at any operation leaves no store, and the next init there makes one."""
 
@@ -183,6 +184,7 @@ def test_a_killed_init_is_taken_up(tmp_path: Path) -> None:
     assert made > 20
 
 
+@pytest.mark.rest
 def test_of_many_inits_one_succeeds(tmp_path: Path) -> None:
     """Processes that init one directory at the same time: one makes the store, the others are
     told that there is one."""
@@ -284,6 +286,7 @@ def test_an_impossible_block_size_is_refused(size: int, template: Path, tmp_path
         Catalog.open(root)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["nfs4", "9p", "virtiofs", "fuse.juicefs", "fuse", "wekafs"])
 def test_an_unknown_filesystem_is_refused(
     kind: str, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

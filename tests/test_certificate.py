@@ -250,7 +250,7 @@ ONES = np.ones(4, dtype=np.float32)
 SHORT = settings(max_examples=25, deadline=None)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(39)
 @pytest.mark.parametrize(("method", "parameters"), METHODS)
 @SHORT
 @example(([1.0, -1.0000001], ONES, [ONES * np.float32(3.3), ONES * np.float32(3.3000002)]))
@@ -278,7 +278,7 @@ def test_a_certificate_is_never_wrong_for_long(
     check(method, parameters, *case)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("method", "parameters"), [*METHODS[:3], *(one for one in METHODS if one[0] == "breadcrumbs")]
 )

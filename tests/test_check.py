@@ -85,6 +85,7 @@ def _looking() -> tuple[tuple[str, int], ...]:
     return tuple(one for one in reversed(found) if "/mstore/" in one[0])
 
 
+@pytest.mark.rest
 def test_what_is_collected_meanwhile_is_no_damage(
     template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

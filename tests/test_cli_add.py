@@ -96,6 +96,7 @@ def test_a_message_that_is_not_kept_is_told(mstore: Program, family: Path) -> No
     assert mstore.succeed("show", "base", "--json").document["message"] == "first"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", ["auto", "raw", "dense"])
 def test_codecs(mstore: Program, family: Path, tmp_path: Path, codec: str) -> None:
     """With each --codec the bytes come back as they were."""
@@ -405,6 +406,7 @@ def test_where_the_cache_is(
 # A base of the same command
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", ["llama/base", "base"])
 def test_the_base_is_added_by_the_same_command(mstore: Program, family: Path, base: str) -> None:
     """--base may be one of the models added: it is stored first, and is the others' base."""

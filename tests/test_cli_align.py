@@ -92,6 +92,7 @@ out_dtype: bfloat16
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("more", "tokens"),
     [

@@ -103,6 +103,7 @@ def test_a_damaged_backup_is_mended_by_the_next_one(mstore: Program, tmp_path: P
     assert "fsck --repair --from PLACE" in copy("fsck").out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_whole_pack", [False, True])
 def test_a_backup_that_lacks_blocks_names_its_store(
     mstore: Program, tmp_path: Path, is_whole_pack: bool

@@ -253,6 +253,7 @@ def check_objects(value: Any, kind: str) -> None:
                 check_objects(one[key.name], key.kind)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("verb", WITH_LINES)
 def test_json_keys(verb: str, copy: Program, models: Path, tmp_path: Path) -> None:
     """With --json each command prints one object with exactly the keys of docs/cli.md."""
@@ -269,6 +270,7 @@ def test_json_keys(verb: str, copy: Program, models: Path, tmp_path: Path) -> No
     assert done.err == ""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("verb", WITH_LINES)
 def test_human_output(verb: str, copy: Program, models: Path, tmp_path: Path) -> None:
     """Without options each command says something; off a terminal in plain characters only."""
@@ -503,6 +505,7 @@ WRONG_USAGE = {
 """What is wrong in itself, and not only in this store: exit 2."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", BAD_LINES)
 def test_bad_input(
     what: str, family: Program, models: Path, monkeypatch: pytest.MonkeyPatch

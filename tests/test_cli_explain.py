@@ -72,6 +72,7 @@ TALES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("line", TALES, ids=" ".join)
 def test_tables_fit_80_columns(line: tuple[str, ...], mstore: Program) -> None:
     """However long an expert's name is, what is drawn under a heading fits a terminal."""
@@ -95,6 +96,7 @@ def test_values_are_not_blocks(mstore: Program) -> None:
     mstore.succeed("rm", "wide")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("more", [[], ["--virtual"]], ids=["stored", "virtual"])
 def test_merge_tells_the_error_asked_for(more: list[str], mstore: Program) -> None:
     """A merge prints --max-error as `plan` does, and no such line where none was given."""

@@ -269,6 +269,7 @@ def test_completion(mstore: Program, tmp_path: Path) -> None:
     assert completed("mstore show x", tmp_path / "nowhere") == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_shell_script(shell: str) -> None:
     """The script that a shell needs is printed."""

@@ -77,6 +77,7 @@ def test_pruned_and_collected(mstore: Program, tmp_path: Path) -> None:
     assert mstore.succeed("gc", "-q").out == ""
 
 
+@pytest.mark.rest
 def test_what_gc_does_not_give_back_is_explained(mstore: Program, tmp_path: Path) -> None:
     """What stays dead is told with the word that frees it, and what a killed command left;
     joining small packs is not told as freeing."""

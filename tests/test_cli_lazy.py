@@ -113,6 +113,7 @@ def test_prefetch_of_some(lazy: Program) -> None:
         assert "not here" not in lazy.succeed("show", name).out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "said", "next_one"),
     [
@@ -143,6 +144,7 @@ def test_refusals_say_what_to_type(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verb", ["backup", "clone"])
 def test_a_lazy_copy(lazy: Program, copied: Path, verb: str) -> None:
     """The hint of a refused backup or clone makes a copy that reads what the store reads; a backup
@@ -182,6 +184,7 @@ def test_without_the_remote(lazy: Program, copied: Path) -> None:
     assert lazy.succeed("cat", f"e1:{MODEL}").raw == model_files(1, 1)[MODEL]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verb", ["fetch", "pull"])
 def test_a_store_becomes_lazy(copied: Path, verb: str) -> None:
     """`fetch --lazy` and `pull --lazy` keep what is here and bring no weights any more."""

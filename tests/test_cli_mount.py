@@ -134,6 +134,7 @@ def wait_until_idle(pid: int) -> None:
     raise AssertionError("it is never idle")
 
 
+@pytest.mark.rest
 @needs_fuse
 def test_foreground_ends_with_ctrl_c(store: Program, directory: Path) -> None:
     """In the foreground the mount is announced when it answers, and Ctrl-C ends it cleanly."""
@@ -155,6 +156,7 @@ def test_foreground_ends_with_ctrl_c(store: Program, directory: Path) -> None:
     assert not os.path.ismount(directory)
 
 
+@pytest.mark.rest
 @needs_fuse
 @pytest.mark.parametrize("foreground", [[], ["--foreground"]])
 def test_a_mount_that_cannot_be_announced_is_not_left(
@@ -179,6 +181,7 @@ def test_without_fuse(store: Program, tmp_path: Path, monkeypatch: pytest.Monkey
     assert " checkout REF DIR" in done.err
 
 
+@pytest.mark.rest
 @needs_fuse
 def test_options_of_mount(store: Program, directory: Path, tmp_path: Path) -> None:
     """The options reach the mount, and mistakes in them are told in the words of the command."""
@@ -206,6 +209,7 @@ def test_options_of_mount(store: Program, directory: Path, tmp_path: Path) -> No
     assert not os.path.ismount(directory)
 
 
+@pytest.mark.rest
 @needs_fuse
 def test_a_stale_mount_is_cleared_by_the_next(store: Program, directory: Path) -> None:
     """`mount` where a mount crashed clears it and says so."""

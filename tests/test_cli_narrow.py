@@ -78,7 +78,7 @@ def line_for(what: str, models: Path, out: Path) -> list[str]:
     return [what, {"rm": MATH, "drop": CODE}[what]] if what in {"rm", "drop"} else line
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("what", [*VERBS_WITH_OUTPUT, *MORE])
 def test_no_line_is_wider_than_the_terminal(
@@ -109,6 +109,7 @@ LISTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("width", [60, 80])
 @pytest.mark.parametrize("what", LISTS)
 def test_names_ids_and_numbers_stay_whole(what: str, width: int, family: Program) -> None:
@@ -130,6 +131,7 @@ def test_names_ids_and_numbers_stay_whole(what: str, width: int, family: Program
             assert token in shown, token
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", [40, 60, 65, 66, 72, 80])
 @pytest.mark.parametrize(
     "line", [["show", "tiny/merged"], ["replay", "tiny/merged"], ["show", CODE]]

@@ -43,6 +43,7 @@ def test_a_pin_and_back(mstore: Program) -> None:
     assert " refs says which" in refused.err
 
 
+@pytest.mark.rest
 def test_a_merge_that_is_only_tried_is_not_compressed(mstore: Program) -> None:
     """merge --codec raw writes the blocks as they are, and pin and unpin compress them; another
     word is refused."""

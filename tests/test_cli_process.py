@@ -102,6 +102,7 @@ def test_mounting_starts_without_the_library() -> None:
     assert done.stdout.split() == ["False", "False", "True", "False", "True", "True"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("line", [["log", "-q"], ["refs", "--json"], ["show", "tiny", "--json"]])
 def test_looking_imports_no_compiler(line: list[str], store: Program) -> None:
     """Commands that only look load neither numba nor torch, nor what typer checks values with."""
@@ -165,6 +166,7 @@ def test_reader_that_leaves(store: Program) -> None:
     assert done.stderr == b""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
     "line",
@@ -189,6 +191,7 @@ def test_full_disk_behind_stdout(line: list[str], store: Program) -> None:
     assert done.stderr.decode() == UNPRINTED
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("line", [["show", "nosuch", "--json"], ["rm", "--wrong", "--json"]])
 def test_an_error_that_cannot_be_written_to_a_full_disk(store: Program, line: list[str]) -> None:
     """An error whose document cannot be written keeps its status and its words."""
@@ -197,6 +200,7 @@ def test_an_error_that_cannot_be_written_to_a_full_disk(store: Program, line: li
     assert (done.returncode, done.stderr.decode()) == (heard.status, heard.err)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("line", "status"),
     [(["refs"], 0), (["show", "nosuch"], 1), (["--wrong"], 2), (["log", "-n", "x"], 2)],
@@ -210,7 +214,7 @@ def test_errors_that_nobody_hears(
     assert in_shell(closed, "--store", store.store, *line).returncode == status
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(tmp_path: Path, closed: str) -> None:
     """A command whose standard streams are closed does its work, succeeds, and writes what is to be
@@ -296,6 +300,7 @@ def on_terminal(line: list[str], environment: dict[str, str]) -> tuple[str, str]
     return out, seen.decode()
 
 
+@pytest.mark.rest
 def test_progress_on_a_terminal_only(tmp_path: Path) -> None:
     """The bar is drawn on a terminal's standard error, never with --no-progress or -q."""
     size = 1 << 24
@@ -342,6 +347,7 @@ main()
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "status", "end"),
     [

@@ -196,6 +196,7 @@ dtype: {dtype}
 """
 
 
+@pytest.mark.rest
 def test_a_stack_of_directories(mstore: Program, checkpoints: Path, tmp_path: Path) -> None:
     """Models of fewer layers than the first are added, too; explain says whose layers they are."""
     short = tmp_path / "short"
@@ -243,6 +244,7 @@ out_dtype: bfloat16
 """
 
 
+@pytest.mark.rest
 def test_recipes_of_one_file_run_in_order(
     filled: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

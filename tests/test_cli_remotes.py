@@ -472,6 +472,7 @@ def test_show_compares_with_the_branches_here(there: Program, here: Program, fir
     assert compared()["tuned"] == "-"
 
 
+@pytest.mark.rest
 def test_a_missing_object_names_the_check(
     there: Program, here: Program, first: Path, tmp_path: Path
 ) -> None:
@@ -502,6 +503,7 @@ def test_a_missing_object_names_the_check(
     assert failed.err.endswith("hint: check the path\n")
 
 
+@pytest.mark.rest
 def test_ctrl_c_ends_a_slow_push(here: Program, tmp_path: Path) -> None:
     """A push of one byte a second ends when it is interrupted, and says how to go on."""
     command = [sys.executable, "-m", "mstore_cli", "--store", str(here.store), "push", "origin"]
@@ -525,6 +527,7 @@ def test_ctrl_c_ends_a_slow_push(here: Program, tmp_path: Path) -> None:
     assert told == "interrupted\nhint: the same command goes on from what was transferred\n"
 
 
+@pytest.mark.rest
 def test_ctrl_c_does_not_wait_for_a_silent_server(tmp_path: Path) -> None:
     """A command that waits for the answer of a server that never answers ends when it is
     interrupted, long before that request would."""
@@ -569,6 +572,7 @@ finally:
 """
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("again", [True, False])
 def test_a_stop_does_not_wait_for_long(again: bool, number: signal.Signals) -> None:
@@ -612,6 +616,7 @@ def test_addressing_styles_are_kept(here: Program, tmp_path: Path) -> None:
         assert "addressing style" in failed.err
 
 
+@pytest.mark.rest
 def test_credentials_come_from_a_profile(
     here: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -801,6 +806,7 @@ def test_help_lists_second_words(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n  {word} " in f"\n{listed}"
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("words", "found"),
     [

@@ -104,7 +104,7 @@ def test_what_it_says(store: Program, tmp_path: Path) -> None:
     assert '"GET /refs/no%0Abody?x=%1b" 404 ' in second
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_answers_finish(store: Program, number: signal.Signals) -> None:
     """A signal ends the server with status 0, after the answers under way are whole."""
@@ -132,6 +132,7 @@ def test_a_signal_lets_answers_finish(store: Program, number: signal.Signals) ->
         assert "Traceback" not in err
 
 
+@pytest.mark.rest
 def test_a_second_signal_ends_it_at_once(store: Program) -> None:
     """A client that takes nothing delays the end, until a second signal."""
     with running(store) as (process, info), socket.socket() as client:
@@ -151,6 +152,7 @@ def test_a_second_signal_ends_it_at_once(store: Program) -> None:
         assert "Traceback" not in err
 
 
+@pytest.mark.rest
 def test_a_quiet_server_that_ignores_a_signal(store: Program) -> None:
     """A server that was started with SIGHUP ignored, as by nohup, goes on after it; with -q only
     the address is printed, and no request."""
@@ -173,6 +175,7 @@ def test_a_quiet_server_that_ignores_a_signal(store: Program) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.rest
 def test_a_log_that_nobody_reads(store: Program) -> None:
     """A pipe that is full loses lines and stops no request."""
     with running(store) as (process, info):
@@ -261,6 +264,7 @@ def test_s3_alone_and_beside_http(store: Program, monkeypatch: pytest.MonkeyPatc
             assert answer.read() == whole
 
 
+@pytest.mark.rest
 def test_s3_that_the_network_reaches(store: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """At an address that other machines reach, it warns that there is no TLS."""
     monkeypatch.setenv("MSTORE_S3_KEY", "models")
@@ -307,6 +311,7 @@ def test_everybody_may_read(store: Program) -> None:
         assert "there is no authentication" in err
 
 
+@pytest.mark.rest
 def test_a_server_that_cannot_be_announced_ends(store: Program) -> None:
     """If its address cannot be written, the command fails and serves nothing."""
     done = unheard("--store", str(store.store), "serve", "--port", "0")

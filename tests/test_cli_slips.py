@@ -104,6 +104,7 @@ def test_what_no_statistics_know(mstore: Program, tmp_path: Path) -> None:
     assert "unknown" not in mstore.succeed(*check).out
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", [[], ["--virtual"]], ids=["stored", "virtual"])
 @pytest.mark.parametrize("name", ["base", "expert"])
 def test_a_merge_that_moves_what_it_merged(name: str, how: list[str], mstore: Program) -> None:

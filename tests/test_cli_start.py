@@ -73,6 +73,7 @@ def imported(*arguments: str | Path) -> set[str]:
     return set(done.stderr.split())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("command", LOOKING)
 def test_looking_imports_only_what_it_uses(command: str, store: Program) -> None:
     """refs, log, show and ls import their own module and those listed here, and nothing else."""
@@ -90,6 +91,7 @@ def test_looking_imports_only_what_it_uses(command: str, store: Program) -> None
     assert found & SLOW == set()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("command", LOOKING)
 def test_json_imports_no_more(command: str, store: Program) -> None:
     """With --json, they import no more of the library."""

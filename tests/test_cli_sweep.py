@@ -52,6 +52,7 @@ def test_sweep_for_people(mstore: Program, tmp_path: Path) -> None:
     assert str(picture) in done.out
 
 
+@pytest.mark.rest
 def test_a_sweep_of_a_lazy_store_has_seconds(mstore: Program, tmp_path: Path) -> None:
     """Where blocks are only at a remote, a sweep shows how much of them each plan needs, and with
     --rate how long that takes to come; elsewhere it does not."""

@@ -85,6 +85,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 # -- calls ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_each_call_runs_once(make: Make, tmp_path: Path) -> None:
     """Of pilots that want the same call one gets it: all run, none runs twice, and nothing stays
     in the directory."""
@@ -107,6 +108,7 @@ def test_errors_come_back(make: Make) -> None:
         queue.calls.call("b", runs.return_what_cannot_be_pickled).result(60)
 
 
+@pytest.mark.rest
 def test_nobody_reads_half_a_file(make: Make, tmp_path: Path) -> None:
     """No file is written under a name that somebody reads, and large results come whole."""
     board = _Board(tmp_path)
@@ -121,6 +123,7 @@ def test_nobody_reads_half_a_file(make: Make, tmp_path: Path) -> None:
     assert [len(one.result(60)) for one in futures] == [5_000_000 + n for n in range(12)]
 
 
+@pytest.mark.rest
 def test_a_cancelled_call_does_not_run(make: Make, tmp_path: Path) -> None:
     """A call that nobody has taken is taken back."""
     queue = make(0)
@@ -135,6 +138,7 @@ def test_a_cancelled_call_does_not_run(make: Make, tmp_path: Path) -> None:
         future.result(0)
 
 
+@pytest.mark.rest
 def test_a_call_for_one_pilot(make: Make, tmp_path: Path) -> None:
     """Each pilot runs the call that is for it; one for a pilot that is gone fails."""
     queue = make(2)
@@ -156,6 +160,7 @@ def test_a_call_for_one_pilot(make: Make, tmp_path: Path) -> None:
 # -- pilots that die -----------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_the_call_of_a_dead_pilot_runs_again(make: Make, tmp_path: Path) -> None:
     """A pilot is killed in its call: another one runs it, and its job is started again."""
     queue = make(2)
@@ -168,6 +173,7 @@ def test_the_call_of_a_dead_pilot_runs_again(make: Make, tmp_path: Path) -> None
     assert len(queue.scheduler.revived) == 1
 
 
+@pytest.mark.rest
 def test_a_call_that_kills_all(make: Make, tmp_path: Path) -> None:
     """A call whose pilots die is handed out four times; then it fails with its last job's words,
     and other calls go on."""
@@ -194,6 +200,7 @@ def test_a_pilot_that_is_ended_gives_its_call_back(make: Make, tmp_path: Path) -
     assert queue.scheduler.revived == []
 
 
+@pytest.mark.rest
 def test_a_requeued_job_is_not_the_calls_doing(make: Make, tmp_path: Path) -> None:
     """A call whose job Slurm requeues is handed out again, and that counts for nothing."""
     queue = make(1)
@@ -209,6 +216,7 @@ def test_a_requeued_job_is_not_the_calls_doing(make: Make, tmp_path: Path) -> No
     assert not future.done()
 
 
+@pytest.mark.rest
 def test_a_pilot_that_was_not_dead(make: Make, tmp_path: Path) -> None:
     """A scheduler reports a pilot as requeued that still runs: its call runs a second time, one
     result counts, and the other one is removed."""
@@ -222,6 +230,7 @@ def test_a_pilot_that_was_not_dead(make: Make, tmp_path: Path) -> None:
     until(lambda: not queue.files("claim") and not queue.files("result"))
 
 
+@pytest.mark.rest
 def test_a_pilot_that_is_being_ended_keeps_its_claim(make: Make, tmp_path: Path) -> None:
     """While a job is completing, its call is not handed out again: it may yet be finished."""
     queue = make(1)
@@ -233,6 +242,7 @@ def test_a_pilot_that_is_being_ended_keeps_its_claim(make: Make, tmp_path: Path)
     assert len((tmp_path / "ran").read_text().splitlines()) == 1
 
 
+@pytest.mark.rest
 def test_a_call_whose_file_is_lost(make: Make, tmp_path: Path) -> None:
     """A call that has no file any more is written again."""
     queue = make(0)
@@ -245,6 +255,7 @@ def test_a_call_whose_file_is_lost(make: Make, tmp_path: Path) -> None:
 # -- ends ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_stop_ends_pilots(make: Make, tmp_path: Path) -> None:
     """Pilots end when the coordinator does, and what nobody has run fails."""
     queue = make(2)
@@ -256,6 +267,7 @@ def test_stop_ends_pilots(make: Make, tmp_path: Path) -> None:
         queue.calls.call("b", runs.note, tmp_path / "ran", "b")
 
 
+@pytest.mark.rest
 def test_a_lost_coordinator_ends_pilots(tmp_path: Path) -> None:
     """Pilots end some time after the last beat, and without a first one, too."""
     pace = msgspec.structs.replace(QUICK, lost=1.0)
@@ -273,6 +285,7 @@ def test_a_lost_coordinator_ends_pilots(tmp_path: Path) -> None:
         processes.kill()
 
 
+@pytest.mark.rest
 def test_a_beating_coordinator_keeps_pilots(make: Make) -> None:
     """Idle pilots stay for much longer than they wait for a lost coordinator."""
     queue = make(1, msgspec.structs.replace(QUICK, lost=1.0))
@@ -281,6 +294,7 @@ def test_a_beating_coordinator_keeps_pilots(make: Make) -> None:
     assert queue.scheduler.running["9_0"].poll() is None
 
 
+@pytest.mark.rest
 def test_pilots_end_where_the_directory_is_gone(make: Make) -> None:
     """A directory that was removed ends pilots without an error."""
     queue = make(1)
@@ -290,6 +304,7 @@ def test_pilots_end_where_the_directory_is_gone(make: Make) -> None:
     assert queue.scheduler.ends()[0].startswith("the coordinator")
 
 
+@pytest.mark.rest
 def test_another_mstore(make: Make, tmp_path: Path) -> None:
     """A pilot with other sources takes no call, and the coordinator names it."""
     own = Hello.own()
@@ -305,6 +320,7 @@ def test_another_mstore(make: Make, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("stage", "was_there", "kind", "told"),
     [
@@ -333,6 +349,7 @@ def test_no_pilot_is_left(
     assert told in str(failed)
 
 
+@pytest.mark.rest
 def test_a_waiting_scheduler_is_waited_for(make: Make, tmp_path: Path) -> None:
     """Jobs that wait, and a scheduler that does not answer, are no error."""
     queue = make(0)
@@ -345,6 +362,7 @@ def test_a_waiting_scheduler_is_waited_for(make: Make, tmp_path: Path) -> None:
     assert future.result(60)
 
 
+@pytest.mark.rest
 def test_a_signal_between_calls(make: Make, tmp_path: Path) -> None:
     """An idle pilot that is told to leave takes no call any more."""
     queue = make(1)

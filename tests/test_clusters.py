@@ -93,7 +93,7 @@ def dask(tmp_path: Path) -> Iterator[str]:
 # -- the same content ----------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("push", [False, True], ids=["fetched", "pushed"])
 @pytest.mark.parametrize("place", ["scene", "bucket"])
 @pytest.mark.parametrize("cluster", ["local", "dask"])
@@ -120,6 +120,7 @@ def test_the_same_as_alone(
     assert not list((made.store.path / "tmp").iterdir())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cluster", ["local", "dask"])
 def test_through_the_store(cluster: str, scene: Scene, request: pytest.FixtureRequest) -> None:
     """Without a remote, workers read and write the store's directory."""
@@ -129,6 +130,7 @@ def test_through_the_store(cluster: str, scene: Scene, request: pytest.FixtureRe
     scene.sound()
 
 
+@pytest.mark.rest
 def test_a_lazy_store_downloads_nothing(scene: Scene, local: str) -> None:
     """A lazy clone merges at its remote: its branch moves, too, and no weights come."""
     wanted = scene.wanted(scene.plan())
@@ -150,6 +152,7 @@ def told(store: Store) -> dict[str, Any]:
     return {one.name: one for one in store.remote_contents(REMOTE).refs}
 
 
+@pytest.mark.rest
 def test_a_virtual_merge_becomes_real_there(scene: Scene, local: str) -> None:
     """`materialize` on a cluster computes a virtual merge at the remote, and moves its branch."""
     plan = scene.plan()
@@ -166,6 +169,7 @@ def test_a_virtual_merge_becomes_real_there(scene: Scene, local: str) -> None:
     assert not store.materialize("m", cluster=local, remote=REMOTE).new_snapshot
 
 
+@pytest.mark.rest
 def test_a_merge_that_is_here_is_pushed(scene: Scene) -> None:
     """What this store merged before goes to the remote as it is, and nothing is computed."""
     plan = scene.plan()
@@ -177,6 +181,7 @@ def test_a_merge_that_is_here_is_pushed(scene: Scene) -> None:
     scene.sound()
 
 
+@pytest.mark.rest
 def test_blocks_of_the_inputs_are_not_put_again(scene: Scene, local: str) -> None:
     """A block of the result that an input has is not in the packs of the workers."""
     names = ["e0", "e0"]
@@ -208,7 +213,7 @@ class Killing(Standing):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("push", [False, True], ids=["fetched", "pushed"])
-@pytest.mark.parametrize("cluster", ["local", "dask"])
+@pytest.mark.parametrize("cluster", ["local", pytest.param("dask", marks=pytest.mark.rest)])
 def test_a_killed_worker_costs_only_time(
     cluster: str, push: bool, scene: Scene, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -248,7 +253,7 @@ class Murderous(Standing):
             self._random.choice(processes).kill()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.rest
 @pytest.mark.parametrize("seed", range(20))
 def test_killed_at_any_moment(seed: int, scene: Scene, local: str) -> None:
     """Whenever a worker dies, the result is right, and gc knows each object that is left."""
@@ -263,6 +268,7 @@ def test_killed_at_any_moment(seed: int, scene: Scene, local: str) -> None:
     scene.cleared()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("push", [False, True], ids=["fetched", "pushed"])
 @pytest.mark.parametrize("place", ["scene", "bucket"])
 def test_the_same_command_goes_on(place: str, push: bool, request: pytest.FixtureRequest) -> None:
@@ -297,6 +303,7 @@ def test_the_same_command_goes_on(place: str, push: bool, request: pytest.Fixtur
     assert not list((made.store.path / "tmp").iterdir())
 
 
+@pytest.mark.rest
 def test_what_one_way_left_another_uses(scene: Scene) -> None:
     """A merge through the store that was interrupted goes on at the remote, and the other way."""
     plan = scene.plan("linear")
@@ -317,6 +324,7 @@ def test_what_one_way_left_another_uses(scene: Scene) -> None:
         scene.sound()
 
 
+@pytest.mark.rest
 def test_packs_that_gc_removed_are_made_again(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +353,7 @@ def test_packs_that_gc_removed_are_made_again(
     assert scene.is_there("m", merged.manifest)
 
 
+@pytest.mark.rest
 def test_condemned_packs_live_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs that gc only found, and did not delete yet, are named by the root as they are."""
     plan = scene.plan("linear")
@@ -364,6 +373,7 @@ def test_condemned_packs_live_again(scene: Scene, monkeypatch: pytest.MonkeyPatc
     scene.sound()
 
 
+@pytest.mark.rest
 def test_another_merge_takes_what_fits(scene: Scene) -> None:
     """What a merge at 100 % left is used by one at a budget, where chunks are the same: its report
     counts no block below none."""
@@ -378,6 +388,7 @@ def test_another_merge_takes_what_fits(scene: Scene) -> None:
     scene.cleared()
 
 
+@pytest.mark.rest
 def test_a_slice_delivered_twice(scene: Scene) -> None:
     """Each slice runs twice: one receipt counts, and gc removes the other packs."""
 
@@ -422,6 +433,7 @@ def test_a_straggler_is_overtaken(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     assert merged.outcome.expert_bytes_read == merged.outcome.costs.planned
 
 
+@pytest.mark.rest
 def test_a_worker_that_always_dies_ends_the_merge(scene: Scene, tmp_path: Path) -> None:
     """A slice that kills each of its workers is handed out four times, and then the merge ends."""
 
@@ -462,6 +474,7 @@ def test_a_damaged_pack_of_a_worker_is_refused(scene: Scene) -> None:
     assert scene.store.refs() == before
 
 
+@pytest.mark.rest
 def test_differences_to_what_is_a_difference_here(copied: Path) -> None:
     """Where the remote has a block whole that is a difference here, what workers stored as a
     difference to it is stored anew: no block here is a difference to a difference."""
@@ -488,6 +501,7 @@ def test_differences_to_what_is_a_difference_here(copied: Path) -> None:
         own.sound()
 
 
+@pytest.mark.rest
 def test_a_full_scratch_disk(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where scratch is full, the merge ends with the worker's name and publishes nothing; with
     room, the same merge ends well."""
@@ -617,6 +631,7 @@ def test_inputs_that_the_remote_lacks(scene: Scene) -> None:
     assert str(lacking.value.hint) == "store.push('origin', refs=['own'])"
 
 
+@pytest.mark.rest
 def test_what_the_remote_lacks_and_nobody_reads(scene: Scene) -> None:
     """A model that the budget leaves out need not be where workers read."""
     store = scene.store
@@ -632,6 +647,7 @@ def test_what_the_remote_lacks_and_nobody_reads(scene: Scene) -> None:
     scene.sound()
 
 
+@pytest.mark.rest
 def test_a_branch_that_moved_there(scene: Scene) -> None:
     """A remote's branch with other commits stays, and the store says what to do."""
     store = scene.store
@@ -665,6 +681,7 @@ def test_addresses_that_are_none(text: str, hint: str) -> None:
     assert hint in str(refused.value.hint)
 
 
+@pytest.mark.rest
 def test_a_scheduler_that_is_not_there() -> None:
     """Where nobody answers, the error says how to start a scheduler."""
     pytest.importorskip("distributed")
@@ -775,6 +792,7 @@ def test_slices_have_names_for_people(scene: Scene) -> None:
 # -- the command line ----------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_the_command_says_how_to_have_the_result_here(scene: Scene) -> None:
     """After a push from a store that is not lazy, the command names the pull."""
     words = ["--store", str(scene.path / "store"), "merge", "--plan", str(scene.plan().id())]
@@ -786,6 +804,7 @@ def test_the_command_says_how_to_have_the_result_here(scene: Scene) -> None:
     assert "m" not in scene.store
 
 
+@pytest.mark.rest
 def test_ctrl_c_leaves_nothing_running(scene: Scene, tmp_path: Path) -> None:
     """Ctrl-C ends the workers, publishes nothing, and gc knows every object; the same command
     then ends the merge."""

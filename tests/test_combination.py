@@ -368,6 +368,7 @@ def test_svd_is_the_nearest_and_tells_what_it_leaves(family: Family, rank: int) 
     assert (report.relative_error < 1e-6) == (rank > 12)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sign", ["total", "frequency"])
 @pytest.mark.parametrize("method", PRODUCTS, ids=lambda one: one.name)
 def test_products_are_the_references(

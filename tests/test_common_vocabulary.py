@@ -160,6 +160,7 @@ def dropped_of(tokenizer: Any) -> set[str]:
     return {*longest[::2], *short, "<|tool|>"}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["byte-level BPE", "WordPiece", "Unigram"])
 def test_the_result_is_a_tokenizer(place: Place, kind: str) -> None:
     """transformers loads it; what has no dropped token is encoded to the same tokens, everything
@@ -260,6 +261,7 @@ NAMED: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", NAMED)
 def test_what_is_named_stays(place: Place, case: str) -> None:
     """A token that a config, a tokenizer's config or a chat template names stays, and configs have
@@ -415,6 +417,7 @@ def test_processors_of_pairs(kind: str) -> None:
     assert (own["sep"], own["cls"]) == (["s", 2], ["c", 1])
 
 
+@pytest.mark.rest
 def test_a_model_goes_on_with_fewer_tokens(place: Place, tmp_path: Path) -> None:
     """A merge of models with their common tokens generates with transformers; the aligned base
     gives the base's logits for the tokens that stay."""

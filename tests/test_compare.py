@@ -87,6 +87,7 @@ def test_equal_contents_are_tensors_of_their_own(tmp_path: Path) -> None:
     assert report.whole.models[0].change == pytest.approx(math.sqrt(moved / norm), rel=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("by", ["tensor", "layer", "model"])
 def test_changes_are_those_of_numpy(by: str, place: Place) -> None:
     """Changes by tensor, by layer and of whole models are those of numpy; a cosine is, too, or is
@@ -131,6 +132,7 @@ def test_statistics_say_what_data_say(tmp_path: Path) -> None:
     assert replace(again, seconds=0.0) == replace(exact, seconds=0.0, bytes_read=0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_merge_has_the_direction_of_a_damaged_expert(seed: int, tmp_path: Path) -> None:
     """Where one tensor of one expert outweighs all else, statistics say that the merge goes there:

@@ -44,6 +44,7 @@ def store(root: Path) -> Iterator[Store]:
         yield store
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("patterns", [{"skip": SKIP}, {"only": ["model.layers.*.w"]}])
 @pytest.mark.parametrize("with_base", [True, False])
 def test_what_is_left_out_is_not_judged(

@@ -167,6 +167,7 @@ def base_model(path: Path) -> Path:
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_what_differs_is_told(case: str, tmp_path: Path) -> None:
     """Each difference is found, and nothing else; an error is what makes a merge meaningless."""

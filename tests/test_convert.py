@@ -153,6 +153,7 @@ def pickled(archive: bool) -> dict[str, Any]:
     return tensors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("archive", [True, False])
 def test_the_file_is_what_safetensors_would_write(family: Family, archive: bool) -> None:
     """Of either form of pickle comes, byte for byte, the file of the format's own library."""
@@ -248,6 +249,7 @@ def tar_of_pickles(mark: Path) -> bytes:
     return raw.getvalue()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("form", ["archive", "legacy", "bare", "tar"])
 @pytest.mark.parametrize("forced", [True, False])
@@ -344,6 +346,7 @@ def bomb(path: Path, size: int) -> None:
                     file.write(bytes(1 << 20))
 
 
+@pytest.mark.rest
 def test_a_bomb_ends_at_the_limit_of_memory(tmp_path: Path, scratch: Path) -> None:
     """A pickle that unpacks to more memory than is allowed ends in an error that says so."""
     path = tmp_path / "x.pt"
@@ -353,6 +356,7 @@ def test_a_bomb_ends_at_the_limit_of_memory(tmp_path: Path, scratch: Path) -> No
     assert refused.where == str(path)
 
 
+@pytest.mark.rest
 def test_time_has_a_limit(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that does not end is killed after its time, and the error says so."""
     path = tmp_path / "x.pt"
@@ -504,6 +508,7 @@ with mstore.Store.open(sys.argv[1]) as store:
 """
 
 
+@pytest.mark.rest
 def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
     """A parent that is killed takes the child along; the next writer removes what they left."""
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
@@ -527,6 +532,7 @@ def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
         assert set(store._catalog.refs()) == {"other"}
 
 
+@pytest.mark.rest
 def test_nothing_imports_the_child(tmp_path: Path) -> None:
     """A child converts what is added; the library never loads its program, nor torch, into its own
     process."""

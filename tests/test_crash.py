@@ -43,7 +43,7 @@ def inspector(story: str, sources: Path, tmp_path: Path) -> Inspector:
     return Inspector(STORIES[story](sources, disk), sources / "extra", tmp_path)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("story", STORIES)
 def test_no_power_loss_breaks_a_promise(story: str, sources: Path, tmp_path: Path) -> None:
     """Whatever a power loss leaves: what was acknowledged is whole, refs are true, work goes on."""
@@ -66,7 +66,7 @@ def is_long(story: str, mutant: Mutant) -> bool:
     return (story, mutant) == ("repairing", packs_not_synced)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(35)
 @pytest.mark.parametrize(
     ("story", "mutant"),
     [pytest.param(*one, marks=[pytest.mark.slow] if is_long(*one) else []) for one in MUTANTS],

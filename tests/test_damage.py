@@ -46,6 +46,7 @@ def damaged(tmp_path: Path) -> Program:
     return mstore
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "line",
     [

@@ -73,7 +73,7 @@ CALLS: dict[str, Callable[[Store, Path], object]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize(
     ("database", "where", "met"),
@@ -118,6 +118,7 @@ def test_a_damaged_row_is_named(
         assert again.plan.plan == explained.plan.plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", ROWS)
 def test_a_damaged_row_of_a_lease_stops_nobody(root: Path, row: str) -> None:
     """What a lease is for is told to people; where it cannot be read, its name is."""

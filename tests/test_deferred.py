@@ -123,6 +123,7 @@ def test_diff_with_the_real_one(store: Store) -> None:
         assert (found.blocks_changed, found.files_equal) == (0, len(store.files("real")))
 
 
+@pytest.mark.rest
 def test_diff_with_the_base(store: Store) -> None:
     """Against the base, or another virtual merge, a virtual merge differs as the real one does."""
     for name, density in (("one", 0.4), ("two", 0.8)):
@@ -173,6 +174,7 @@ def test_fsck_finds_what_is_missing(store: Store) -> None:
     assert ("snapshot", str(made.snapshot)) in found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", ["block", "tensor", "manifest"])
 def test_what_it_needs_is_relied_on(
     store: Store, what: str, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +228,7 @@ def test_it_is_no_input(store: Store, template: Path) -> None:
 # -- making it real --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("request_", [{}, {"budget": 0.5}, {"dtype": "float32"}])
 def test_materialize(store: Store, request_: dict[str, Any]) -> None:
     """The branch moves to the real merge: the content of an ordinary merge of the plan, the parents

@@ -242,6 +242,7 @@ def checkpoint(path: Path, seed: int) -> Path:
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", list(Policy))
 def test_a_family_comes_back_under_any_policy(tmp_path: Path, policy: Policy) -> None:
     """A base, its fine-tune and a fine-tune of that one are read byte for byte; a chain of bases

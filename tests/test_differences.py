@@ -80,7 +80,7 @@ def add(store: Store, path: Path, name: str = "tuned", **options: Any) -> AddRep
     return store.add(path, name=name, base="base", kind="delta", **options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("difference", DTYPES)
 @pytest.mark.parametrize("share", [1.0, 0.05])

@@ -130,6 +130,7 @@ def test_a_lower_limit_holds_from_the_next_use_on(tmp_path: Path, limit: int) ->
     assert limit or got(lower, (0, 40, 3000)) is None
 
 
+@pytest.mark.rest
 def test_what_was_used_last_stays(tmp_path: Path) -> None:
     """Parts and blocks that are read stay, and those that nobody reads go."""
     cache = cache_at(tmp_path)
@@ -143,6 +144,7 @@ def test_what_was_used_last_stays(tmp_path: Path) -> None:
         assert (got(cache, (number % 2 * COMPUTED, number, 1000)) is not None) == is_here
 
 
+@pytest.mark.rest
 def test_never_over_its_limit_with_threads(tmp_path: Path) -> None:
     """Several threads share one cache: no more than the limit at any time, and no wrong byte."""
     cache, wrong = cache_at(tmp_path), []
@@ -185,6 +187,7 @@ for _ in range(150):
 """
 
 
+@pytest.mark.rest
 def test_a_file_that_gets_its_name_while_others_make_room_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +226,7 @@ def test_a_file_that_gets_its_name_while_others_make_room_counts(
     assert 0 < used(tmp_path) <= limit
 
 
+@pytest.mark.rest
 def test_never_over_its_limit_with_processes(tmp_path: Path) -> None:
     """Processes that share a cache keep the limit together."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -295,6 +299,7 @@ def test_a_part_that_is_wrong_is_a_miss(
         assert used(path) <= LIMIT
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [0, COMPUTED])
 @pytest.mark.parametrize("linked", ["part", "pack", "above", "cache"])
 def test_no_link_is_followed(tmp_path: Path, linked: str, kind: int) -> None:
@@ -331,6 +336,7 @@ def test_no_link_is_followed(tmp_path: Path, linked: str, kind: int) -> None:
     root.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [0, COMPUTED])
 def test_a_directory_in_the_place_of_a_part_ends_nothing(tmp_path: Path, kind: int) -> None:
     """What cannot be removed is passed over when room is made."""
@@ -347,6 +353,7 @@ def test_a_directory_in_the_place_of_a_part_ends_nothing(tmp_path: Path, kind: i
 # -- the disk ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ["create", "write", "rename", "unlink"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
 def test_a_disk_that_fails(tmp_path: Path, kind: str, code: int) -> None:
@@ -377,6 +384,7 @@ def test_a_disk_that_fails(tmp_path: Path, kind: str, code: int) -> None:
 # -- what is missing ---------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 @settings(max_examples=80)
 @given(
     kept=st.lists(st.tuples(st.just(0), st.integers(0, 60), st.integers(1, 30)), max_size=8),

@@ -72,6 +72,7 @@ def told(store: Store, ref: str = "m") -> dict[str, Any]:
     return {"store": str(store.path), "ref": ref}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("plugins")
 def test_the_model_of_the_directory(engine: str, store: Store) -> None:
@@ -86,7 +87,7 @@ def test_the_model_of_the_directory(engine: str, store: Store) -> None:
     assert not leases.holds(store._catalog.layout)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks(engine: str, store: Store, plugins: str) -> None:
     """Each rank is a process that opens the store for itself, while others load."""

@@ -30,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield made
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("method", TOLD)
 def test_all_and_nothing(method: str, place: Place) -> None:
     """Merging nothing loses all of the change, merging all loses none, however small the change is
@@ -51,7 +51,7 @@ def test_all_and_nothing(method: str, place: Place) -> None:
     assert shown.error_share_estimate == half.error_share_estimate
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("method", TOLD)
 def test_measured(method: str, place: Place) -> None:
     """The measured share is ||merged - full|| / ||full - base||, of the merges themselves."""

@@ -74,7 +74,7 @@ def test_two_experts_of_the_model_are_estimated_exactly(
     assert real == pytest.approx(found, rel=0.03)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("shape", ["normal", "exponential"])
 def test_families_of_all_kinds(shape: str, normalize: bool) -> None:

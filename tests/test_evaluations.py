@@ -86,6 +86,7 @@ def judge(request: pytest.FixtureRequest, store: Store) -> Callable[..., object]
     return partial(store.evaluate, show=mounted(store))
 
 
+@pytest.mark.sampled(2)
 def test_a_command_sees_the_files(judge: Callable[..., object], store: Store, copied: Path) -> None:
     """The directory in the words and in the variable is the snapshot, byte for byte."""
     copy = copied / "seen"
@@ -100,6 +101,7 @@ def test_no_shell_reads_it(store: Store) -> None:
     assert report.exit_status == 0
 
 
+@pytest.mark.sampled(2)
 def test_scores_become_a_note(judge: Callable[..., object], store: Store) -> None:
     """Scores, command, status, time and digest are in a note of kind evaluation."""
     command = saying({"acc": 0.5, "deep": {"b.c": {"acc,none": 0.75}}})
@@ -124,6 +126,7 @@ def test_the_exit_status_is_a_score(store: Store) -> None:
     assert len(store.notes_of("base", every=True)) == 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("command", "scores", "why"),
     [
@@ -186,6 +189,7 @@ def test_the_newest_file_counts(store: Store) -> None:
 # -- its processes -------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_a_command_that_hangs_is_ended(store: Store) -> None:
     """After its time it is killed, with children that have left for other sessions, or ignore
     signals, or hold its output open."""
@@ -219,6 +223,7 @@ def test_other_children_are_left_alone(store: Store) -> None:
         assert other.wait() == -signal.SIGKILL
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["checkout", pytest.param("mount", marks=MOUNTED)])
 def test_kill_9_leaves_nothing_behind(how: str, copied: Path) -> None:
     """If mstore is killed, the command ends, the mount ends, the scratch directory goes with the
@@ -247,6 +252,7 @@ def test_kill_9_leaves_nothing_behind(how: str, copied: Path) -> None:
         assert not store.fsck().problems
 
 
+@pytest.mark.rest
 def test_ctrl_c_ends_the_command(copied: Path) -> None:
     """Ctrl-C ends it with all that it started, and nothing is noted."""
     word = a_word()
@@ -287,6 +293,7 @@ def test_what_watches_may_be_killed(store: Store) -> None:
 # -- the files -----------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 @MOUNTED
 def test_mounts_that_stay(store: Store, copied: Path) -> None:
     """Snapshots that are shown one after the other have one mount, and those that are shown at the
@@ -317,6 +324,7 @@ def test_mounts_that_stay(store: Store, copied: Path) -> None:
         late.close()
 
 
+@pytest.mark.rest
 @MOUNTED
 def test_a_mount_that_stays_and_ends(store: Store, copied: Path) -> None:
     """If its process is killed, what shows says so, and the next snapshot has another mount."""

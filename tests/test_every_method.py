@@ -120,7 +120,7 @@ def merged(place: Place, plan: PlanReport, **options: Any) -> tuple[Any, Arrays]
     return done.manifest, place.tensors("merged")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_a_merge_is_a_function_of_its_inputs(name: str, seed: int, place: Place) -> None:
     """Any number of threads, any block size, with a memo table and without, stored or computed on
@@ -148,7 +148,7 @@ def same(found: Arrays, wanted: Arrays) -> None:
         ), name
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_a_budget_is_kept_and_its_bound(name: str, seed: int, place: Place) -> None:
     """A merge reads what was planned and no more than its budget; a method that declares a bound
@@ -188,7 +188,7 @@ def alike(family_alike: Family, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield store
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_blocks_of_the_base_are_free(
     name: str, seed: int, alike: Store, family_alike: Family
@@ -242,6 +242,7 @@ def kinds(usual: str, rows: Sequence[Row]) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("row", "kind"), kinds("BF16", FIRST))
 def test_a_merge_is_its_definition(row: Row, kind: str, places: Callable[[str], Place]) -> None:
     """Tensors of every shape are what the definition says, and of the first row of a method also
@@ -262,6 +263,7 @@ def test_a_merge_is_its_definition(row: Row, kind: str, places: Callable[[str], 
         same(place.tensors("merged", place.other), found)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("row", "kind"), kinds("F32", [*FIRST[::2], Row("sce", {"select_topk": 0.2}, SAME)])
 )
@@ -302,6 +304,7 @@ FACTS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("row", FACTS, ids=str)
 def test_facts_are_measured_once(row: Row, places: Callable[[str], Place], tmp_path: Path) -> None:
     """What must be known of whole tensors is read once, apart from the budget, and known afterwards
@@ -323,6 +326,7 @@ def test_facts_are_measured_once(row: Row, places: Callable[[str], Place], tmp_p
             assert store.plan(fewer).analyze_bytes_read > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", [FACTS[1], FACTS[4]], ids=str)
 def test_large_tensors_are_read_once_more(
     row: Row, places: Callable[[str], Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -372,7 +376,7 @@ def variants(row: Row) -> Iterator[MergeRequest]:
             yield row.request(experts=experts, parameters=given)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("row", REMEMBERED.values(), ids=str)
 def test_what_is_remembered_is_of_the_same_merge(row: Row, places: Callable[[str], Place]) -> None:
     """With other weights, parameters, rows, an expert more, less, or one that moves nothing or
@@ -417,6 +421,7 @@ WEIGHTED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", WEIGHTED)
 def test_weight_0_is_free(method: str, sick: Store) -> None:
     """Nothing of such an expert is read, for statistics neither; the merge is that of the others,
@@ -540,6 +545,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("row", WRITTEN.values(), ids=str)
 def test_a_recipe_of_mergekit(row: Row, listed: bool, places: Callable[[str], Place]) -> None:

@@ -220,6 +220,7 @@ def ray_once(ray_cluster: None) -> Executor:
 # -- kills ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("framework", ["dask", "ray"])
 def test_a_framework_that_retries_ends_the_merge(
     framework: str,
@@ -240,7 +241,7 @@ def test_a_framework_that_retries_ends_the_merge(
     assert is_clean(store)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("framework", ["processes", "loky", "dask_once", "ray_once"])
 def test_a_lost_slice_interrupts_the_merge(
     framework: str,
@@ -294,6 +295,7 @@ class Failing(Executor):
         return future
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("raising", [False, True])
 def test_finished_slices_are_kept_received_or_not(
     raising: bool, store: Store, plan: Plan, wanted: ManifestId
@@ -373,6 +375,7 @@ def test_a_slice_delivered_twice_is_harmless(store: Store, plan: Plan, wanted: M
     assert is_clean(store)
 
 
+@pytest.mark.rest
 def test_another_future_is_refused(store: Store, plan: Plan) -> None:
     """What returns no concurrent.futures.Future (a Dask client) is refused, with what to pass."""
 

@@ -58,7 +58,7 @@ WAYS: dict[str, dict[str, Any]] = {
 # -- explain -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("way", WAYS)
 def test_counts_are_those_of_the_plan(way: str, store: Store) -> None:
     """Over all tensors, and over the blocks of each, counts add up to what the plan reported."""
@@ -105,7 +105,7 @@ def test_counts_are_those_of_the_plan(way: str, store: Store) -> None:
     assert (plan.chunks_outside_top_p > 0) == ("top_p" in WAYS[way])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_coverage_is_what_happened(way: str, store: Store) -> None:
     """Reused blocks are exactly the base's own, and nobody contributed to a block left alone."""
@@ -137,7 +137,7 @@ def _counts(share: ExpertShare) -> dict[str, int]:
     return {name: count for name, count in own.items() if name.startswith("chunks_")}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_are_those_of_the_tensors(way: str, store: Store) -> None:
     """By layer and by expert: every count, and the norm left out; a tied tensor counts once."""
@@ -225,7 +225,7 @@ def test_added_snapshots_and_unknown_tensors(store: Store) -> None:
 # -- replay --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS)
 def test_replay_gives_the_same(way: str, store: Store) -> None:
     """A recorded plan, run again with any number of threads, gives the ManifestId it gave before,
@@ -255,6 +255,7 @@ def test_replay_needs_no_refs(store: Store) -> None:
             store.reset(name, id)
 
 
+@pytest.mark.sampled(2)
 def test_replay_names_the_first_difference(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where other bytes come out, replay says so and names the first tensor and block."""
     merge(store, "dare_linear", parameters={"density": 0.5})
@@ -289,7 +290,7 @@ def test_only_merges_can_be_replayed(store: Store) -> None:
 # -- virtual merges ------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("way", ["full", "half", "ties", "top"])
 def test_a_virtual_merge_is_explained_by_its_plan(way: str, store: Store) -> None:
     """What a plan says is the same before and after it is run; only a block that comes out as the

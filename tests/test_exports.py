@@ -69,6 +69,7 @@ def merged(hub: Hub, store: Store, directory: Path) -> dict[str, bytes]:
 # -- round trips ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", [by_lfs, in_parts, by_xet])
 @pytest.mark.parametrize("sort", [*SORTS, "merged"])
 def test_round_trip(
@@ -107,6 +108,7 @@ def test_round_trip(
     assert files_of(tmp_path / "added") == back
 
 
+@pytest.mark.rest
 def test_nothing_lies_on_the_disk(hub: Hub, store: Store, tmp_path: Path) -> None:
     """While contents go, no file of them is in the store or in a temporary directory."""
     hub.model("org/own", sharded(2))
@@ -140,6 +142,7 @@ def test_the_same_again_sends_nothing(hub: Hub, store: Store) -> None:
     assert {one.what for one in again.files} == {"there"}
 
 
+@pytest.mark.rest
 def test_a_fine_tune_sends_what_changed(hub: Hub, store: Store) -> None:
     """A next version uploads the changed shards only, and a file of another name that the Hub has
     is not sent again."""
@@ -160,6 +163,7 @@ def test_a_fine_tune_sends_what_changed(hub: Hub, store: Store) -> None:
     assert hub.models["org/copy"].tip() == {**tuned, "README.md": report.card.encode()}
 
 
+@pytest.mark.rest
 def test_xet_sends_changed_chunks(
     hub: Hub, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +230,7 @@ def test_no_card(x: str, hub: Hub, store: Store) -> None:
     assert hub.models["org/copy"].tip()["README.md"] == sharded(1)["README.md"]
 
 
+@pytest.mark.rest
 def test_a_directory(x: str, hub: Hub, store: Store) -> None:
     """hf://ORG/NAME/DIRECTORY gets the files in the directory, and all else stays."""
     there = hub.model("org/there", {"top.txt": b"top", "small/old.txt": b"old"})
@@ -251,6 +256,7 @@ def test_branches(x: str, hub: Hub, store: Store) -> None:
         store.export(x, f"hf://org/there@{main}")
 
 
+@pytest.mark.rest
 def test_a_pull_request(x: str, hub: Hub, store: Store) -> None:
     """--pr leaves the branch as it is, and the report tells the page of the pull request."""
     there = hub.model("org/there", {"old.txt": b"old"})
@@ -262,6 +268,7 @@ def test_a_pull_request(x: str, hub: Hub, store: Store) -> None:
     assert "old.txt" not in there.tip("refs/pr/1")
 
 
+@pytest.mark.rest
 def test_private(x: str, hub: Hub, store: Store) -> None:
     """A new model is private if that is asked for; a public one refuses what is to be private."""
     store.export(x, "hf://org/copy", private=True)
@@ -281,6 +288,7 @@ def test_a_virtual_merge(hub: Hub, store: Store, tmp_path: Path) -> None:
     assert hub.models["org/copy"].tip() == own
 
 
+@pytest.mark.rest
 def test_one_model_of_a_pipeline(hub: Hub, store: Store) -> None:
     """REF:MODEL goes with the paths of the model's directory."""
     hub.model("org/pipeline", PIPELINE)
@@ -290,6 +298,7 @@ def test_one_model_of_a_pipeline(hub: Hub, store: Store) -> None:
     assert hub.models["org/vae"].tip().keys() == wanted
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("address", ["org/copy", "s3://bucket/x", "hf://datasets/org/x", "hf://x"])
 def test_other_addresses(address: str, x: str, store: Store) -> None:
     """What is no address of a model on the Hub is refused."""
@@ -300,6 +309,7 @@ def test_other_addresses(address: str, x: str, store: Store) -> None:
 # -- what can go wrong ---------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_another_commit_between(x: str, hub: Hub, store: Store) -> None:
     """If somebody commits meanwhile, the export changes nothing and says how to go on."""
     there = hub.model("org/there", {"old.txt": b"old"})
@@ -315,6 +325,7 @@ def test_another_commit_between(x: str, hub: Hub, store: Store) -> None:
     assert len(hub.uploads) == uploads
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pull_request", [False, True])
 @pytest.mark.parametrize("always", [False, True])
 def test_an_answer_is_lost(
@@ -331,6 +342,7 @@ def test_an_answer_is_lost(
         assert report.url == f"{hub.url}/org/there/discussions/1"
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("path", ["/commit/", "/preupload/", "/objects/batch", "/repos/create"])
 @pytest.mark.parametrize("status", [429, 503, 504])
 def test_a_busy_hub(
@@ -344,6 +356,7 @@ def test_a_busy_hub(
     assert len(hub.models["org/copy"].commits) == 2
 
 
+@pytest.mark.rest
 def test_an_upload_that_is_refused(x: str, hub: Hub, store: Store) -> None:
     """If storage refuses a content, its address may be too old: the next run asks for a new one."""
     hub.fail("/lfs-upload/", 403)
@@ -355,6 +368,7 @@ def test_an_upload_that_is_refused(x: str, hub: Hub, store: Store) -> None:
     assert hub.models["org/copy"].tip() == sharded(1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [by_lfs, by_xet])
 def test_what_ends_one_upload_ends_all(
     way: object, hub: Hub, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -389,6 +403,7 @@ def test_a_token_that_may_only_read(
     assert hub.models["org/there"].tip() == {"old.txt": b"old"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("token", "what"), [("hf_old", "expired"), (None, "no token")])
 def test_a_token_that_is_no_good(
     token: str | None,
@@ -418,6 +433,7 @@ def start(store: Store, hub: Hub, tmp_path: Path, **more: str) -> subprocess.Pop
     )
 
 
+@pytest.mark.rest
 def test_a_killed_export_goes_on(hub: Hub, store: Store, tmp_path: Path) -> None:
     """After a kill the model has its first commit only; the next run uploads what is missing."""
     files = sharded(8)
@@ -449,6 +465,7 @@ def test_a_killed_export_goes_on(hub: Hub, store: Store, tmp_path: Path) -> None
     assert copy.tip() == {**files, "README.md": report.card.encode()}
 
 
+@pytest.mark.rest
 def test_a_killed_export_by_xet_goes_on(
     hub: Hub, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_what_has_low_rank_comes_back(store: Store, tmp_path: Path) -> None:
     assert (again.new_snapshot, again.snapshot) == (False, report.snapshot)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_error_is_what_is_left(store: Store, tmp_path: Path, dtype: str) -> None:
     """The error that the report states is that of the applied adapter, in all and by matrix; it is
@@ -129,6 +130,7 @@ def test_the_error_is_what_is_left(store: Store, tmp_path: Path, dtype: str) -> 
         before = report.relative_error
 
 
+@pytest.mark.rest
 def test_large_matrices_are_as_near(tmp_path: Path) -> None:
     """Where only the range of the largest vectors is found, the product is as near as that of the
     whole decomposition, to a thousandth; the same draws give the same factors."""
@@ -242,6 +244,7 @@ def test_what_is_refused(store: Store, tmp_path: Path) -> None:
         store.extract_lora("expert", "base", name="expert")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", [f"{Q}.weight", f"{WIDE}.weight"])
 def test_no_adapter_of_infinities(

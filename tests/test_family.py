@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from later import Later
 
+pytestmark = pytest.mark.rest
+
 pytest_plugins = ["family_fixture"]
 
 torch = Later("torch")

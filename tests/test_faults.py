@@ -388,7 +388,7 @@ def fail_everywhere(
     assert wrong == []
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize(
     ("code", "lasting"),
     [
@@ -419,6 +419,7 @@ def test_every_operation_may_fail_in_every_way(
     fail_everywhere(CALLS[name], code, lasting, sources, tmp_path, every=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from there on"])
 def test_a_failed_init_leaves_nothing(lasting: bool, tmp_path: Path) -> None:
     """Whatever file operation of init fails: an error, no directory, and the next init works."""
@@ -552,6 +553,7 @@ def _leave(mount: Path, room: int) -> None:
         os.posix_fallocate(filler.fileno(), 0, disk.f_bavail * disk.f_frsize - room)
 
 
+@pytest.mark.rest
 def test_a_full_disk_is_an_error_and_no_more(tmp_path: Path) -> None:
     """On a disk with room for nothing, for a part, or for all but the last page of an add: a clean
     error, a sound store, and the same add works when there is room again."""

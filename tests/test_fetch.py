@@ -220,6 +220,7 @@ def test_dead_bytes_of_whole_packs(place: Place) -> None:
     sound(b)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use_old_index", [True, False])
 def test_reindex_after_a_whole_pack(place: Place, *, use_old_index: bool) -> None:
     """A rebuilt index lists no tensor whose blocks are not there, so a later fetch is complete."""
@@ -290,6 +291,7 @@ def test_two_remotes_with_the_same_packs(place: Place) -> None:
     sound(b)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hold", [False, True])
 def test_gc_meanwhile(place: Place, monkeypatch: pytest.MonkeyPatch, *, hold: bool) -> None:
     """What a fetch found here, and gc removed before it published, is not published without."""
@@ -322,6 +324,7 @@ def test_gc_meanwhile(place: Place, monkeypatch: pytest.MonkeyPatch, *, hold: bo
     sound(b)
 
 
+@pytest.mark.rest
 def test_upkeep(place: Place) -> None:
     """gc, repair, prune, reindex and backup after a fetch leave a sound store that goes on."""
     a = place.store("a")
@@ -595,6 +598,7 @@ def small_objects(place: Place) -> list[Path]:
     return [roots[-1], *below]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.rest)])
 def test_every_byte_of_small_objects(snapshot: Snapshot, half: int) -> None:
     """A flipped bit anywhere in a list or table is an error that names it; in the root, too, or
@@ -632,6 +636,7 @@ def test_every_byte_of_small_objects(snapshot: Snapshot, half: int) -> None:
             assert len(told) in ({0, len(tried)} if path.parent.name == "lists" else {len(tried)})
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("part", range(3))
 def test_bytes_of_small_objects(snapshot: Snapshot, part: int) -> None:
     """A fetch from a remote with a flipped bit fails, or brings what it should."""
@@ -665,6 +670,7 @@ def test_bytes_of_packs(snapshot: Snapshot) -> None:
         assert [one for one in told if "origin" not in one and path.stem[:12] not in one] == []
 
 
+@pytest.mark.rest
 def test_missing_and_foreign_objects(snapshot: Snapshot) -> None:
     """A missing, cut or exchanged object is an error, and nothing is published."""
     others = small_objects(snapshot.place)[1:]
@@ -705,6 +711,7 @@ def refused(place: Place, error: type[MstoreError], match: str = ".") -> None:
     sound(b)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", ["../../x", "a//b", "a/../b", "", "a" * 300, "ab" * 20, "remotes/a/b", "-x\x1b[2J"]
 )

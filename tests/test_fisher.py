@@ -123,6 +123,7 @@ def test_the_formula_is_that_of_the_paper(place: Place) -> None:
         assert known.mean() > 0.9 or name == "tiny"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "limits",
     [
@@ -181,6 +182,7 @@ def test_what_cannot_count_is_not_read(place: Place) -> None:
     assert set(a[5] + b[5]) == {BELOW}
 
 
+@pytest.mark.rest
 def test_shared_halves_are_read_once(place: Place) -> None:
     """Experts that share their own blocks or those of Fishers pay for these once, at any budget,
     and a full budget in bytes is a merge without one."""
@@ -232,6 +234,7 @@ def test_one_expert_is_that_expert(place: Place) -> None:
         assert same(place.store["one"].tensor(name), exact)
 
 
+@pytest.mark.rest
 def test_a_fisher_may_lack_what_no_expert_moves(place: Place) -> None:
     """And what one moves if that is allowed: then the expert has no part in it, with any floor."""
     short = {name: one for name, one in place.family.fishers[0].items() if name != "still"}
@@ -452,6 +455,7 @@ def test_a_plan_elsewhere_is_the_same(place: Place, tmp_path: Path) -> None:
         assert other.merge(taken, name="there").manifest == merged.manifest
 
 
+@pytest.mark.rest
 def test_tied_names_have_one_fisher(tmp_path: Path) -> None:
     """That of the first name, also if a Fisher says something else of the other, or nothing."""
     family = families.layered(3, rows=70).informed()

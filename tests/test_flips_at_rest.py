@@ -209,6 +209,7 @@ def test_a_flipped_value_changes_nothing(store: Path) -> None:
     assert sum(n for what, n in counts.items() if what.endswith("right")) == len(flips)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.rest)])
 def test_a_flipped_byte_changes_nothing(store: Path, half: int) -> None:
     """A byte anywhere in either file: the same plan and merge, or none."""

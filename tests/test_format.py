@@ -384,6 +384,7 @@ def test_runs(made: Made, read: IndependentStore) -> None:
     assert pages > 100
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("index", [True, False], ids=["index", "packs"])
 def test_pinned_files(tmp_path: Path, index: bool) -> None:
     """A reader that knows nothing of pins reads a pinned snapshot, and one that was unpinned."""
@@ -406,6 +407,7 @@ def test_pinned_files(tmp_path: Path, index: bool) -> None:
         assert read.file_bytes(id, "model.safetensors") == whole
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("index", [True, False])
 def test_codecs(tmp_path: Path, index: bool) -> None:
     """Frames, floats and differences of every width decode as the page says, to the very bytes."""
@@ -473,6 +475,7 @@ def test_all_of_it(made: Made, indexed: IndependentStore) -> None:
     assert lines.keys() == {path.stem for path in pack_paths(made)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("commits", "lost", "is_behind"),
     [

@@ -133,6 +133,7 @@ def test_a_newer_root_of_another_directory_serves_its_path(root: Path) -> None:
     first.close()
 
 
+@pytest.mark.rest
 def test_descriptors_end_with_their_roots(root: Path) -> None:
     """Closed, or collected without that, a root leaves no descriptor and serves nothing."""
     opened = fs.Root(root)

@@ -95,6 +95,7 @@ def waited(path: Path, log: pytest.LogCaptureFixture, release: Callable[[], obje
     return said
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -157,6 +158,7 @@ def test_a_free_lock_costs_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) 
     other.release()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "quiet"),
     [

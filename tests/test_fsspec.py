@@ -168,6 +168,7 @@ def read_elsewhere(given: bytes, path: str) -> bytes:
     return found
 
 
+@pytest.mark.rest
 def test_other_processes(place: Path) -> None:
     """It travels to workers, which open the store by themselves."""
     fs = files(place)

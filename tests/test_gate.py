@@ -102,6 +102,7 @@ def test_a_candidate_that_passes_moves_the_branch(store: Store) -> None:
     assert kinds["verdict"]["minimums"] == ["acc>=0.61"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("keeps", [False, True])
 def test_one_that_does_not_pass_moves_nothing(store: Store, keeps: bool) -> None:
     """The branch is where it was; the candidate is dropped, or kept until somebody drops it."""
@@ -117,6 +118,7 @@ def test_one_that_does_not_pass_moves_nothing(store: Store, keeps: bool) -> None
     assert not store.fsck().problems
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("script", "why"),
     [
@@ -142,6 +144,7 @@ def test_commands_that_judge_nothing(store: Store, script: str, why: str) -> Non
     assert verdict.value["passed"] is False
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize(
     ("words", "why"),
@@ -170,6 +173,7 @@ def test_a_wrong_command_is_no_verdict(
     assert store.judged(snapshot) == []
 
 
+@pytest.mark.rest
 def test_gates_run_in_order_until_one_says_no(store: Store) -> None:
     """All must pass, and those after one that does not are not run."""
     name, _ = merge(store)
@@ -217,6 +221,7 @@ STEPS = {
 }
 
 
+@pytest.mark.rest
 @MOUNTED
 @pytest.mark.parametrize("step", STEPS)
 def test_kill_9_while_it_is_judged(step: str, copied: Path) -> None:
@@ -333,6 +338,7 @@ def test_the_first_snapshot_of_a_branch(store: Store) -> None:
             other.judge("x", [saying(0.1, "acc>=base")])
 
 
+@pytest.mark.rest
 def test_a_limit_by_another_snapshot(store: Store, tmp_path: Path) -> None:
     """The reference is evaluated by the same command, once; `previous` and `base` are parents."""
     counting = f'echo x >> {tmp_path}/runs; {PYTHON} -c "{SAY}" $(wc -c < $MSTORE_DIR/n || echo 1)'
@@ -383,6 +389,7 @@ def test_mcnemar() -> None:
     assert many == pytest.approx(2.2e-5, rel=0.1)
 
 
+@pytest.mark.rest
 def test_bootstrap() -> None:
     """Other scores are compared by a bootstrap: the same samples always give the same answer."""
     mine, its = samples(*(n % 7 for n in range(50))), samples(*(n % 7 - 1 for n in range(50)))
@@ -405,6 +412,7 @@ def test_samples_are_kept_in_a_note(values: tuple[float, ...]) -> None:
     assert Samples.of_note({"questions": "x", "bits": "no"}) is None
 
 
+@pytest.mark.rest
 def test_a_small_difference_is_not_distinguishable(store: Store, mstore: Program) -> None:
     """A verdict says so in these words, and says by how many questions; it decides nothing."""
     write = (
@@ -520,6 +528,7 @@ def test_a_trusted_signer_vouches(guarded: Store) -> None:
                 guarded.reset("prod/m", "new")
 
 
+@pytest.mark.rest
 def test_copies_need_no_gate(guarded: Store, tmp_path: Path) -> None:
     """A clone has the notes, neither the setting nor the rows; a backup has the setting."""
     guarded.judge("new", [saying(1, name="quality")])
@@ -535,6 +544,7 @@ def test_copies_need_no_gate(guarded: Store, tmp_path: Path) -> None:
         assert copy.required_gates_by_pattern() == {"prod/*": ("quality",)}
 
 
+@pytest.mark.rest
 def test_pull_and_push(guarded: Store, tmp_path: Path) -> None:
     """A pull moves no such ref, fetched verdicts or not, and a push sends none."""
     remote = f"file://{tmp_path}/remote"
@@ -604,6 +614,7 @@ def test_merge_with_a_check(mstore: Program, copied: Path) -> None:
     assert "verdict" in mstore.succeed("log", "m", "--notes").out
 
 
+@pytest.mark.rest
 def test_candidates_are_listed_and_dropped(mstore: Program) -> None:
     """`--keep-failed` keeps a candidate, `gate` lists it with its gate, `gate drop` drops it."""
     assert "no candidates" in mstore.succeed("gate").out
@@ -630,6 +641,7 @@ def test_candidates_are_listed_and_dropped(mstore: Program) -> None:
     assert "verdict true {} = passed;" in mstore.succeed("log", "base", "--notes").out
 
 
+@pytest.mark.rest
 def test_add_and_push_with_a_check(mstore: Program, copied: Path) -> None:
     """`add` makes a branch only of what passes, and `push` sends nothing that does not."""
     new = copied / "e0"
@@ -645,6 +657,7 @@ def test_add_and_push_with_a_check(mstore: Program, copied: Path) -> None:
     assert [one["name"] for one in done.document["moved"]] == ["x"]
 
 
+@pytest.mark.rest
 def test_gates_of_the_settings(mstore: Program, copied: Path) -> None:
     """A name stands for the command, scores, limits and time of the user's settings, which other
     settings leave as they are."""
@@ -662,6 +675,7 @@ def test_gates_of_the_settings(mstore: Program, copied: Path) -> None:
         assert mstore("gate", "run", "base", "--check", "quality").status == 2, wrong
 
 
+@pytest.mark.rest
 def test_materialize(mstore: Program, copied: Path) -> None:
     """A virtual merge on a guarded branch is materialized by a merge of its plan, which the gate
     judges; `materialize` refuses before it computes anything, and says so."""
@@ -674,6 +688,7 @@ def test_materialize(mstore: Program, copied: Path) -> None:
     assert mstore.succeed("show", "prod/m", "--json").document["virtual"] is False
 
 
+@pytest.mark.rest
 def test_a_required_gate_runs_by_itself(mstore: Program, copied: Path) -> None:
     """`merge` and `add` run what the ref needs; without a command of the user they refuse."""
     mstore.succeed("gate", "require", "prod/*", "quality")
@@ -692,6 +707,7 @@ def test_a_required_gate_runs_by_itself(mstore: Program, copied: Path) -> None:
     mstore.succeed("reset", "prod/m", "e1")
 
 
+@pytest.mark.rest
 def test_rules_of_gates(mstore: Program, copied: Path) -> None:
     """A new rule names the refs that lack a verdict, a rule loses one gate or all, and one that is
     not there cannot be removed; `gate` shows rules and the gates of the settings."""
@@ -715,6 +731,7 @@ def test_rules_of_gates(mstore: Program, copied: Path) -> None:
     assert (key.status, "config.toml" in key.err) == (2, True)
 
 
+@pytest.mark.rest
 def test_a_changed_gate_counts_no_old_verdict(mstore: Program, copied: Path) -> None:
     """Who changes the command or the limits of a gate has snapshots judged again; who has no
     command for it takes any verdict of this store."""
@@ -748,6 +765,7 @@ def test_root_runs_nothing_for_another_user(mstore: Program, copied: Path) -> No
     assert not (copied / "ran").exists()
 
 
+@pytest.mark.rest
 def test_a_key_signs_verdicts(mstore: Program, copied: Path) -> None:
     """With `signing_key` in the user's settings, each verdict is signed."""
     pytest.importorskip("cryptography")

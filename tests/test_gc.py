@@ -347,7 +347,7 @@ def meddle(what: str, store: Store, root: Path, held: dict[str, bytes], dead: Sn
 MEDDLING = ["add", "tag", "reset", "delta", "come and go", "read"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rest
 @pytest.mark.parametrize("what", MEDDLING)
 def test_anything_may_happen_at_steps_that_decide(tmp_path: Path, what: str) -> None:
     """Beside gc, just before each of its commits, renames and removals: an add that needs dead
@@ -537,7 +537,7 @@ def test_what_it_frees_is_room_in_the_same_run(store: Store, tmp_path: Path) -> 
     sound(store)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("failing", ["write", "fsync", "rename", "commit"])
 def test_a_failing_disk_loses_nothing(tmp_path: Path, failing: str) -> None:
     """Where the N-th write, fsync, rename or commit fails, gc raises or goes on; all is there."""
@@ -730,7 +730,7 @@ def collect(store: Store) -> None:
 
 
 @settings(
-    max_examples=20,
+    max_examples=6,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(history=STEPS)

@@ -46,7 +46,7 @@ def over(*command: str) -> Callable[[Path, Path], None]:
     return restore
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize(
     ("back_up", "restore"),

@@ -100,6 +100,7 @@ def test_it_is_read_without_the_library(copy: Path, expected: dict[str, Any]) ->
             assert found == files
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["from the old index", "from packs and mirror alone"])
 def test_a_reindexed_copy_is_equal(copy: Path, expected: dict[str, Any], way: str) -> None:
     """An index that is made anew tells the same; without the old one, but for reflogs."""
@@ -138,6 +139,7 @@ def test_a_pruned_snapshot_is_told_of(copy: Path, expected: dict[str, Any]) -> N
         store.view(pruned)
 
 
+@pytest.mark.rest
 def test_everything_that_the_format_knows_is_in_it(golden: Path) -> None:
     """All codecs and all kinds of records: one that lacks any proves little."""
     entries = [entry for _, entry in entries_of(golden)]
@@ -145,6 +147,7 @@ def test_everything_that_the_format_knows_is_in_it(golden: Path) -> None:
     assert {entry.kind for entry in entries} == set(range(8))
 
 
+@pytest.mark.rest
 def test_every_way_to_code_elements_is_in_it(golden: Path) -> None:
     """Each mode in each width, few lanes and many, rows that are listed, raw bits, low zeros."""
     coded = [

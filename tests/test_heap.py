@@ -13,6 +13,8 @@ import pytest
 
 from mstore import Store
 
+pytestmark = pytest.mark.rest
+
 
 def _faults(store: Path, *words: object) -> int:
     """Page faults of a command that read no file from a disk."""

@@ -55,6 +55,7 @@ def run(line: str) -> str:
     return done.out
 
 
+@pytest.mark.rest
 def test_the_page(team: str) -> None:
     """Somebody clones a family and merges on two processes, and the branch is here and there."""
     told = [run(line.replace(URL, team)) for line in commands("cluster.md")]
@@ -64,6 +65,7 @@ def test_the_page(team: str) -> None:
     assert "mixed" in run("mstore remote show origin")
 
 
+@pytest.mark.rest
 def test_dask(team: str, tmp_path: Path) -> None:
     """The page of Dask: a scheduler and workers, then the merge by the scheduler's file."""
     install, scheduler, worker, merge = commands("cluster-dask.md")

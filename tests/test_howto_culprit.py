@@ -14,6 +14,8 @@ from transcripts import shell_lines
 
 from mstore import MergeRequest, Store
 
+pytestmark = pytest.mark.rest
+
 PAGE = (Path(__file__).parent.parent / "docs" / "howto" / "culprit.md").read_text()
 WORKS = PAGE.split("```python\n", 1)[1].split("```", 1)[0]
 

@@ -54,6 +54,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rest
 def test_the_page(place: Path) -> None:
     """Somebody scores two models by a script of their own, and compares them."""
     told = {line: run(line, place) for line in commands()}

@@ -66,6 +66,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rest
 def test_the_page(place: Path) -> None:
     """A merge passes, a gate gets a name, branches are guarded, and a job of CI pushes."""
     told = {line: succeed(line, place) for line in shell_lines(PAGE)}

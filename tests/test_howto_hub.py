@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from hub import Hub, directory_files, environment
 from small_models import small_model
 from test_hub import PIPELINE, sharded
 from transcripts import shell_lines
+
+pytestmark = pytest.mark.rest
 
 PAGE = (Path(__file__).parent.parent / "docs" / "howto" / "hub.md").read_text()
 

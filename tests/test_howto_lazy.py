@@ -26,6 +26,7 @@ def commands() -> list[str]:
     return [line for block in blocks for line in block.splitlines()]
 
 
+@pytest.mark.rest
 def test_the_page(moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody with a small disk shows, mounts, merges and pushes, prefetches and drops."""
     lead, reader = tmp_path / "lead", tmp_path / "reader"

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from registries import registry
 from small_models import BLOCK, small_model
 from transcripts import shell_lines
 
 from mstore import MergeRequest, Store
+
+pytestmark = pytest.mark.rest
 
 PAGE = (Path(__file__).parent.parent / "docs" / "howto" / "registry.md").read_text()
 HOST = "registry.example.org"

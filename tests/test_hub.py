@@ -260,6 +260,7 @@ def test_the_cache_is_read_in_place(hub: Hub, store: Store, tmp_path: Path) -> N
     assert stored(store, "x", tmp_path / "out") == sharded(2)
 
 
+@pytest.mark.rest
 def test_nothing_of_a_shard_lies_beside_the_store(
     hub: Hub, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +288,7 @@ def test_nothing_of_a_shard_lies_beside_the_store(
     assert 0 < most < 200_000
 
 
+@pytest.mark.rest
 def test_the_hub_is_asked_once_where_a_file_is(
     hub: Hub, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +333,7 @@ def test_a_mirror_without_parts_is_told(
 # A kill
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_random_and_resumed(seed: int, hub: Hub, tmp_path: Path) -> None:
     """A process that is killed while shards arrive leaves a sound store, and the next goes on."""
@@ -402,6 +405,7 @@ def test_a_private_model_needs_the_token(hub: Hub, store: Store) -> None:
     store.add("hf://org/private", name="x")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("status", [429, 503, 504])
 @pytest.mark.parametrize("place", ["api/models/org/tiny$", "/tree/", "/lfs/"])
 def test_a_busy_hub_is_asked_again(status: int, place: str, hub: Hub, store: Store) -> None:
@@ -471,6 +475,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sort", HOSTILE)
 def test_hostile_names_are_refused(sort: str, hub: Hub, store: Store, tmp_path: Path) -> None:
     """A name that is no portable path stops the add before anything is downloaded."""

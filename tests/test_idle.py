@@ -63,6 +63,7 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], list[tuple[str, str]]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", CASES)
 def test_an_idle_expert_is_named(what: str, place: Place) -> None:
     """Left out whole, without weight, equal to the base, the base itself, given twice: each is a
@@ -81,6 +82,7 @@ def test_an_idle_expert_is_named(what: str, place: Place) -> None:
     assert told.warnings == plan.warnings
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "method",
     [

@@ -336,6 +336,7 @@ def test_a_forked_child_opens_its_own(tmp_path: Path, index: Index) -> None:
     index.env = Environment.acquire(tmp_path / "index", DATABASES)
 
 
+@pytest.mark.rest
 def test_a_forked_child_takes_nothing_along(tmp_path: Path, index: Index) -> None:
     """A child that leaves the parent's read transaction and lets go of everything it inherited
     leaves the parent's place among the readers, which is shared memory, as it is."""
@@ -363,6 +364,7 @@ def test_a_forked_child_takes_nothing_along(tmp_path: Path, index: Index) -> Non
         assert [answer(parent), answer(parent)] == ["True", "b'new'"]
 
 
+@pytest.mark.rest
 def test_processes_may_make_an_index_together(tmp_path: Path) -> None:
     """Several processes that find no environment each make it, and none loses a row."""
     making = (

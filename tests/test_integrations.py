@@ -74,7 +74,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         yield store
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_of_the_directory(store: Store, name: str) -> None:
     """Class, parameters, types and outputs are those of the directory, bit for bit."""
@@ -109,7 +109,7 @@ def of_config(model: Any) -> dict[str, Any]:
     return {**model.config.to_dict(), "_name_or_path": None}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("auto", [True, False])
 @pytest.mark.parametrize(
     "options",

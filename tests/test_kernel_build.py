@@ -65,6 +65,7 @@ def test_every_pass_is_found() -> None:
     assert all(path.is_file() for one in found for path in one.sources)
 
 
+@pytest.mark.rest
 def test_what_is_missing_is_compiled(tmp_path: Path) -> None:
     """A level's code is made, with progress on standard error; what belongs to no pass is removed;
     the second time nothing is left to do."""
@@ -82,6 +83,7 @@ def test_what_is_missing_is_compiled(tmp_path: Path) -> None:
     assert _build(tmp_path, UPPER).stderr == ""
 
 
+@pytest.mark.rest
 def test_a_pass_that_cannot_be_compiled(tmp_path: Path) -> None:
     """What the compiler says of a pass that it refuses is told, and the build fails."""
     for code, why in (
@@ -96,6 +98,7 @@ def test_a_pass_that_cannot_be_compiled(tmp_path: Path) -> None:
         assert not list((tmp_path / "kernels").rglob("*.pass"))
 
 
+@pytest.mark.rest
 def test_without_the_compiler_the_build_fails(tmp_path: Path) -> None:
     """Where numba or the linker is not installed, the build names it and fails."""
     for name in ("numba", "ziglang"):

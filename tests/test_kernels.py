@@ -197,7 +197,7 @@ def _compare(
     _assert_same_bits(found, wanted)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("method", "parameters"), METHODS, ids=lambda p: p if isinstance(p, str) else str(len(p))
@@ -217,7 +217,7 @@ def test_every_type_in_and_out(method: str, parameters: dict[str, Any], kind: st
         )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("method", "parameters"), METHODS, ids=lambda p: p if isinstance(p, str) else str(len(p))
@@ -311,6 +311,7 @@ def test_each_expert_has_its_own_density(method: str, experts: int) -> None:
         _compare(method, parameters, "noise", dtypes, "F32", n=4000, cuts=cuts, seed=seed)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [1, 3, 64, 1000, 1024, 4096])
 @pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties", "linear", *BANDS])
 def test_chunk_size_does_not_show(method: str, size: int) -> None:
@@ -382,7 +383,7 @@ def test_zero_times_infinity_is_nan_in_a_sum(method: str) -> None:
     _assert_same_bits(found, reference.merge(*given_merge))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     data=st.data(),
     kind=st.sampled_from(KINDS),

@@ -326,11 +326,13 @@ def _round(
     return found
 
 
-def test_killed_at_random_moments(children: Nursery, tmp_path: Path) -> None:
-    """After kill -9 at 48 random moments of add, merge, rm, gc and reads of a mount: fsck is clean
-    each time, nothing acknowledged is lost, another process goes on, the next add clears up."""
-    littered = kill_at_random(children, 16, tmp_path)
-    assert littered >= 2
+@pytest.mark.parametrize("rounds", [4, pytest.param(16, marks=pytest.mark.rest)])
+def test_killed_at_random_moments(rounds: int, children: Nursery, tmp_path: Path) -> None:
+    """After kill -9 at random moments of add, merge, rm, gc and reads of a mount: fsck is clean,
+    nothing acknowledged is lost, another process goes on, the next add clears up."""
+    littered = kill_at_random(children, rounds, tmp_path)
+    # One in three leaves some: of a few rounds perhaps none does.
+    assert littered >= rounds // 8
 
 
 @pytest.mark.slow

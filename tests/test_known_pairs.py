@@ -87,6 +87,7 @@ def add_all(root: Path, seed: int) -> Store:
     return store
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_plan_is_the_same_with_digests_without_and_with_damaged_ones(
     tmp_path: Path, seed: int
@@ -100,6 +101,7 @@ def test_a_plan_is_the_same_with_digests_without_and_with_damaged_ones(
         assert start == {what: planned(store, what, ["e0", "e1"]) for what in REQUESTS}
 
 
+@pytest.mark.rest
 def test_digests_follow_changed_removed_and_returned_models(tmp_path: Path) -> None:
     """An expert that changes, goes, and comes back, and another base: plans are those of a fresh
     survey each time, and a collection takes the digests of what it takes."""
@@ -128,6 +130,7 @@ def test_digests_follow_changed_removed_and_returned_models(tmp_path: Path) -> N
         both(store, ["e0", "e1"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("odd", [np.inf, np.nan])
 def test_rows_that_are_not_finite_are_told_of_with_digests(tmp_path: Path, odd: float) -> None:
     """A chunk of an expert that is infinite or NaN is a risk of the plan, of this expert alone."""
@@ -212,6 +215,7 @@ def test_lengths_are_looked_up_again_after_a_commit_that_failed(tmp_path: Path) 
         assert lengths.of([record.blocks])[0] is not first
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_tensors_compared_together_are_as_those_compared_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int

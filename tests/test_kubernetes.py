@@ -426,6 +426,7 @@ def test_dask_knows_its_setting() -> None:
     assert isinstance(dask.config.get("distributed.scheduler.allowed-failures"), int)
 
 
+@pytest.mark.rest
 def test_ray_knows_its_parameters() -> None:
     """What KubeRay passes to `ray start` are options of it."""
     scripts = pytest.importorskip("ray.scripts.scripts")
@@ -435,6 +436,7 @@ def test_ray_knows_its_parameters() -> None:
         assert scripts.start.make_context("ray start", words).args == []
 
 
+@pytest.mark.rest
 def test_the_script_merges(tmp_path: Path) -> None:
     """The script, with a directory for the bucket and processes for the cluster, pushes a merge."""
     remote, models = tmp_path / "remote", ("llama", "chat", "code")

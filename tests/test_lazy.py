@@ -69,6 +69,7 @@ def test_a_lazy_clone_has_no_weights(family: Place, lazy: Store) -> None:
     assert traffic(lazy).bytes > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["base", "e1", "e2", "virtual"])
 def test_what_comes_is_what_was_pushed(family: Place, lazy: Store, name: str) -> None:
     """Every snapshot has its bytes, read through its blocks and checked out."""

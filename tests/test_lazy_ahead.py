@@ -143,7 +143,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["need", "read", "fail", "forget"]), 
 
 
 @pytest.mark.usefixtures("small")
-@settings(max_examples=120)
+@settings(max_examples=40)
 @given(steps=STEPS, limit=st.sampled_from([0, 100_000]))
 def test_any_order(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Span]], limit: int
@@ -186,6 +186,7 @@ def test_any_order(
         shutil.rmtree(path)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_threads(tmp_path: Path, seed: int) -> None:
@@ -381,6 +382,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
+@pytest.mark.rest
 def test_a_child_reads_on_its_own(tmp_path: Path) -> None:
     """A forked child reads what its parent was bringing, whatever a thread there held; both end."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

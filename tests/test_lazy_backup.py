@@ -95,6 +95,7 @@ def segments(root: Path) -> dict[str, int]:
 # -- what a lazy copy is -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["backup", "clone"])
 def test_a_lazy_copy_reads_what_the_store_reads(lazy: Store, tmp_path: Path, way: str) -> None:
     """A lazy copy has refs and bytes of the store, leans as it does, and is made without the
@@ -115,6 +116,7 @@ def test_a_lazy_copy_reads_what_the_store_reads(lazy: Store, tmp_path: Path, way
     assert segments(target).keys() == segments(lazy.path).keys()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["backup", "clone"])
 def test_a_copy_of_a_copy(lazy: Store, tmp_path: Path, way: str) -> None:
     """A lazy backup is restored, and a lazy copy cloned, by the same word."""
@@ -124,6 +126,7 @@ def test_a_copy_of_a_copy(lazy: Store, tmp_path: Path, way: str) -> None:
     assert read(tmp_path / "again")["mine"] == model_files(1, 3)
 
 
+@pytest.mark.rest
 def test_a_lazy_copy_is_a_lazy_store(family: Place, lazy: Store, tmp_path: Path) -> None:
     """A lazy clone fetches, merges, pushes, drops, collects and is indexed anew like its source;
     the fetch brings the statistics that it lacks."""
@@ -201,6 +204,7 @@ def test_a_remote_with_the_name_of_another_directory_is_refused(
 # -- the next backup ---------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_a_second_backup_follows(place: Place, following: tuple[Store, Store]) -> None:
     """A later backup has what was fetched since; of the tables only new segments are copied."""
     author, store = following
@@ -216,6 +220,7 @@ def test_a_second_backup_follows(place: Place, following: tuple[Store, Store]) -
     assert read(target) == {"x": model_files(1), "y": model_files(2)}
 
 
+@pytest.mark.rest
 def test_a_backup_becomes_whole_and_lazy_again(lazy: Store, tmp_path: Path) -> None:
     """After a prefetch a backup that is not lazy needs no tables, and keeps none; after a drop a
     lazy one leans again."""
@@ -234,6 +239,7 @@ def test_a_backup_becomes_whole_and_lazy_again(lazy: Store, tmp_path: Path) -> N
     assert read(target)["e1"] == model_files(1, 1)
 
 
+@pytest.mark.rest
 def test_a_backup_follows_a_renamed_remote(lazy: Store, tmp_path: Path) -> None:
     """The tables of a remote go by its name of now, and those of the name before go."""
     target = copied(lazy, "backup", tmp_path / "backup")
@@ -269,6 +275,7 @@ def move(author: Store) -> None:
     author.push(REMOTE, ["x"])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("way", ["backup", "clone"])
 def test_a_fetch_meanwhile(
     place: Place, following: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch, way: str
@@ -291,6 +298,7 @@ def test_a_fetch_meanwhile(
     assert read(target) == {"x": model_files(1)}
 
 
+@pytest.mark.rest
 def test_tables_that_are_replaced_while_they_are_copied(
     place: Place, following: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +342,7 @@ def test_new_places_come_before_old_ones_go(
 # -- when it ends too early, and damage --------------------------------------------------------
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_a_backup_that_is_read(
     place: Place, following: tuple[Store, Store], step: int
@@ -367,6 +376,7 @@ def test_a_full_disk_leaves_a_backup_that_is_read(
     assert outcomes == {False, True}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("when", [0, 1], ids=["before", "after"])
 def test_an_end_beside_the_new_index(
     place: Place, following: tuple[Store, Store], when: int
@@ -400,6 +410,7 @@ def test_an_end_beside_the_new_index(
     assert [path.name for path in (target / "remotes").iterdir()] == ["second"]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_no_lazy_clone(lazy: Store, tmp_path: Path, step: int) -> None:
     """Wherever the disk fills up, no store is there, and the next try is not in its way."""
@@ -455,6 +466,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.rest
 def test_damaged_tables_end_a_copy(lazy: Store, tmp_path: Path) -> None:
     """Tables that are damaged are not copied: the error names the file, and nothing is made or
     changed; those of an earlier backup that is damaged are copied again."""
@@ -474,6 +486,7 @@ def test_damaged_tables_end_a_copy(lazy: Store, tmp_path: Path) -> None:
     assert segments(target) == before
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("way", ["backup", "clone"])
 def test_what_is_nowhere_is_told(place: Place, following: tuple[Store, Store], way: str) -> None:
     """What the remote has lost is missing: a backup names it and copies all else, a clone is not
@@ -498,6 +511,7 @@ def test_what_is_nowhere_is_told(place: Place, following: tuple[Store, Store], w
         assert files(copy, "x") == model_files(1)
 
 
+@pytest.mark.rest
 def test_without_tables_a_copy_leans_on_nothing(lazy: Store, tmp_path: Path) -> None:
     """A store that lost its tables cannot read there: its blocks are reported as missing, and no
     clone is made; after a fetch both go well."""

@@ -68,6 +68,7 @@ def check(laid: Laid, error: MstoreError | None) -> None:
     laid.sound()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_faults(family: Family, command: str) -> None:
     """A command asks for something, and never writes at the remote."""
@@ -79,7 +80,7 @@ def test_without_faults(family: Family, command: str) -> None:
     laid.close()
 
 
-@pytest.mark.sampled(44)
+@pytest.mark.sampled(352)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("fault", Fault)
 @pytest.mark.parametrize("command", COMMANDS)
@@ -103,7 +104,7 @@ def test_a_fault_of_any_request(
         laid.close()
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(96)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("fault", LASTING)
 @pytest.mark.parametrize("command", COMMANDS)
@@ -148,7 +149,7 @@ def kill_at(laid: Laid, number: int) -> bool:
     return process.returncode == -9
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.rest
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("command", ["prefetch", "merge", "read", "drop"])
 def test_killed_at_any_request(family: Family, command: str, part: int) -> None:
@@ -210,6 +211,7 @@ def test_another_thread_is_not_delayed(family: Family) -> None:
     laid.close()
 
 
+@pytest.mark.rest
 def test_a_merge_whose_pack_was_collected(place: Place) -> None:
     """A pack that gc of the remote removed ends a merge with an error that names the remote, and
     no half result; what is still there is read."""
@@ -235,7 +237,7 @@ def test_a_merge_whose_pack_was_collected(place: Place) -> None:
     sound(other)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("command", ["merge", "read", "load", "checkout", "prefetch"])
 def test_damage_on_the_way_does_not_stay(

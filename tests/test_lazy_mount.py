@@ -97,6 +97,7 @@ def test_a_mount_has_the_right_bytes(laid: Laid, shown: Served) -> None:
     assert not shown.log
 
 
+@pytest.mark.rest
 @needs_fuse
 def test_a_mount_whose_remote_goes_and_comes_back(laid: Laid, shown: Served) -> None:
     """What only the remote has is EIO in bounded time, with a line in the log that names it; what
@@ -125,6 +126,7 @@ def test_a_mount_whose_remote_goes_and_comes_back(laid: Laid, shown: Served) -> 
     assert within(PATIENCE, at(shown, "e2").read_bytes) == model_files(1, 2)[MODEL]
 
 
+@pytest.mark.rest
 @needs_fuse
 def test_a_collected_pack_is_eio(laid: Laid, shown: Served) -> None:
     """A pack that the remote has no more is EIO, and the log says which remote removed it."""
@@ -136,6 +138,7 @@ def test_a_collected_pack_is_eio(laid: Laid, shown: Served) -> None:
     assert within(PATIENCE, (at(shown, "e1").parent / "config.json").read_bytes)
 
 
+@pytest.mark.rest
 @needs_fuse
 def test_a_bad_disk_under_the_cache(laid: Laid, tmp_path: Path) -> None:
     """Parts of the cache that the disk cannot read are asked for at the remote."""
@@ -152,6 +155,7 @@ def test_a_bad_disk_under_the_cache(laid: Laid, tmp_path: Path) -> None:
         assert laid.proxy.log
 
 
+@pytest.mark.rest
 @needs_fuse
 def test_what_a_mount_is_told(laid: Laid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`mstore mount` gives its process the servers that may get credentials, and the size of the
@@ -200,6 +204,7 @@ def _right(data: bytes) -> bytes:
     return data
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("soon")
 def test_a_server_of_a_lazy_store(laid: Laid, caplog: pytest.LogCaptureFixture) -> None:
     """`mstore serve` shows right bytes; without the remote, what is in the cache is right and the

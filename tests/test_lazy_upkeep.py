@@ -74,6 +74,7 @@ def flip(store: Store, name: str) -> int:
     return count
 
 
+@pytest.mark.rest
 def test_gc_dry_run_counts_nothing_that_leans(lazy: Store) -> None:
     """A dry run of gc says no more than gc drops, and changes nothing."""
     before = all_files(lazy)
@@ -84,6 +85,7 @@ def test_gc_dry_run_counts_nothing_that_leans(lazy: Store) -> None:
     whole(lazy, before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("away", [False, True])
 def test_upkeep_needs_no_remote(family: Place, lazy: Store, *, away: bool) -> None:
     """gc, fsck, repair, prune, rm and a new index do their work while the remote is away."""
@@ -136,6 +138,7 @@ def test_prune_keeps_what_is_newest(family: Place, lazy: Store) -> None:
     sound(lazy)
 
 
+@pytest.mark.rest
 def test_a_backup_after_a_prefetch(lazy: Store, tmp_path: Path) -> None:
     """A backup of a store that has everything is whole without the remote's tables."""
     lazy.prefetch(every=True)
@@ -146,6 +149,7 @@ def test_a_backup_after_a_prefetch(lazy: Store, tmp_path: Path) -> None:
         assert all_files(copy) == before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["base", "e1"])
 def test_repair_brings_what_the_remote_has(lazy: Store, name: str) -> None:
     """A repair heals damaged blocks with those of the remote, and drops nothing: not even a merge
@@ -217,6 +221,7 @@ assert not (Path(path) / "cache").exists()
 """
 
 
+@pytest.mark.rest
 def test_a_store_that_is_only_read_has_no_cache(place: Place) -> None:
     """Who may not write a lazy store reads it, through the network each time."""
     origin = place.store("origin")

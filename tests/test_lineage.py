@@ -179,6 +179,7 @@ def test_a_limit_only_shortens_the_list(
         assert ancestry(catalog, starts, limit) == whole[:limit]
 
 
+@pytest.mark.rest
 def test_a_limit_reads_few_records(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of many snapshots are found without reading the records of the others."""
     base = put(store, 1, ref="base")

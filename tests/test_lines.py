@@ -73,6 +73,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield Place(family, store)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [None, "F32"])
 def test_layers_are_scaled_by_depth(dtype: str | None, place: Place) -> None:
     """Each stack of layers is scaled over as many as it has, an only layer as the last one, and

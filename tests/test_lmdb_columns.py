@@ -50,6 +50,7 @@ def gathered(index: Index, transaction: IndexTransaction) -> dict[bytes, bytes]:
     return dict(zip(keys, rows, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_pages_have_the_rows_that_a_cursor_reads(
     index: Index, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -88,7 +89,7 @@ def test_a_reader_sees_its_own_commit(index: Index) -> None:
         assert gathered(index, transaction) != rows
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_changed_byte_is_unexpected_or_a_row_like_others(
     index: Index, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,7 @@ def commit(path: Path, *states: int) -> None:
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})
 
 
+@pytest.mark.rest
 def test_a_reader_beside_a_busy_writer_sees_whole_states(path: Path, foreign: Environment) -> None:
     """Whatever is committed beside it, each read transaction sees one state, all of it, none that
     is older than what was acknowledged before, and none is taken back."""
@@ -156,6 +157,7 @@ def test_a_reader_that_falls_behind_reads_what_it_had(
     assert seen(foreign) == {2}
 
 
+@pytest.mark.rest
 def test_a_large_copy_is_not_taken_all_the_time(
     path: Path, foreign: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +204,7 @@ def test_a_damaged_file_is_refused_before_lmdb_has_it(
         reader(path, monkeypatch)
 
 
+@pytest.mark.rest
 def test_the_memory_is_given_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a copy is taken anew, no more are held than one, and none after closing."""
 
@@ -222,6 +225,7 @@ def test_the_memory_is_given_back(path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert held() == before
 
 
+@pytest.mark.rest
 def test_a_reader_that_lags_doubts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the index that is kept because it was dear is no index that is older than its
     store: whoever compares it with mirror and packs, or misses a pack, takes a new one first."""

@@ -111,7 +111,7 @@ def test_every_command_on_a_full_disk(kind: str, change: Any, tmp_path: Path) ->
             assert done.returncode == 0, (words, done)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize(("kind", "change"), [WAYS[0], WAYS[3], WAYS[-1]])
 def test_commands_on_a_full_disk(kind: str, change: Any, tmp_path: Path) -> None:
     """The same, of a few commands."""
@@ -128,6 +128,7 @@ def test_commands_on_a_full_disk(kind: str, change: Any, tmp_path: Path) -> None
 NO_ROOM = "StorageFailed no space left on device"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("kind", "change", "again"),
     [
@@ -223,6 +224,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
+@pytest.mark.rest
 def test_the_disk_fills_inside_a_transaction(full_disk: Path) -> None:
     """A read transaction goes on and ends; a write transaction is refused before its commit. When
     there is room, the same process and others write again: nothing stays locked."""
@@ -250,6 +252,7 @@ assert get() == 4
     assert inside(full_disk, "print(get())") == "1\n"
 
 
+@pytest.mark.rest
 def test_a_commit_that_could_fill_the_disk_is_refused_before(full_disk: Path) -> None:
     """LMDB ends a commit for which the disk has no room, and unlocks, in one call; where writing
     copies, the unlocking has no room then either. So such a commit is not begun."""

@@ -84,7 +84,7 @@ def pages(store: Path) -> int:
         return file.page
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.rest
 @pytest.mark.parametrize("second", SIZES)
 @pytest.mark.parametrize("first", SIZES)
 def test_a_store_works_with_pages_of_any_machine(

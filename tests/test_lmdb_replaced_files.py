@@ -45,6 +45,7 @@ def sound(store: Path) -> None:
         assert opened.fsck(read_data=True).problems == ()
 
 
+@pytest.mark.rest
 def test_programs_on_a_store_in_a_lower_layer(store: Path, tmp_path: Path) -> None:
     """A program, a server and a mount that began before the first commit see it and later ones."""
     models = tmp_path / "models"
@@ -101,6 +102,7 @@ def test_a_reader_that_may_not_write_sees_what_is_copied_up(
         env.release()
 
 
+@pytest.mark.rest
 def test_an_upper_layer_without_room_for_the_index(store: Path, tmp_path: Path) -> None:
     """Where the index cannot be copied up, readers read the lower one, and writers say why not."""
     models = tmp_path / "models"
@@ -119,6 +121,7 @@ def put_back(store: Path, other: Path) -> None:
     other.rename(store)
 
 
+@pytest.mark.rest
 def test_programs_go_on_with_a_store_that_was_put_back(store: Path, tmp_path: Path) -> None:
     """A server, mounts, and a program that asks for the generation read the files that are now at
     the store's path, and what is committed to them; and that program can write."""
@@ -149,6 +152,7 @@ def test_programs_go_on_with_a_store_that_was_put_back(store: Path, tmp_path: Pa
     sound(store)
 
 
+@pytest.mark.rest
 def test_another_store_is_not_mixed_in(store: Path, tmp_path: Path) -> None:
     """Where another store takes the place, programs say so, and show nothing of it."""
     with Store.init(tmp_path / "other", block_size=BLOCK) as other:
@@ -216,6 +220,7 @@ assert get() == b"1"
 """
 
 
+@pytest.mark.rest
 def test_a_damaged_file_is_refused_where_a_sound_one_was(tmp_path: Path) -> None:
     """What has taken the place of an environment is checked before LMDB maps it, and no transaction
     of the old one goes on with it."""

@@ -63,6 +63,7 @@ def same(found: Arrays, wanted: Arrays) -> None:
         assert found[name].tobytes() == array.tobytes(), name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_whole_model(store: Store, threads: int) -> None:
     """Every tensor is what was added, whatever the codec and the number of threads; read-only."""
@@ -247,6 +248,7 @@ def embedding() -> np.ndarray[Any, Any]:
     return layered().experts[0]["model.embed.weight"]
 
 
+@pytest.mark.sampled(2)
 @given(index=_INDEX | st.tuples(_INDEX, _COLUMNS))
 def test_slices(store: Store, embedding: np.ndarray[Any, Any], index: Any) -> None:
     """A slice is what numpy makes of the whole tensor, for any rows, steps and columns."""

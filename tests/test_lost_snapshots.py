@@ -45,6 +45,7 @@ def missing(store: Store) -> dict[str, bool]:
     return {ref.name: ref.missing for ref in store.refs()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("repaired", [False, True])
 def test_what_is_left_is_told(path: Path, tmp_path: Path, *, repaired: bool) -> None:
     """With a pack lost, before and after its rows are dropped, refs and log tell of the rest."""

@@ -92,6 +92,7 @@ def test_only_libraries_that_are_called_are_needed() -> None:
     assert b".so." not in _library(level, own)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 def test_segments_lie_on_pages_of_any_size(level: Level) -> None:
     """On processors with pages of 4, 16 and 64 KiB no page has two kinds of access."""
@@ -103,6 +104,7 @@ def test_segments_lie_on_pages_of_any_size(level: Level) -> None:
     assert all(before[1] < after[0] for before, after in pairwise(pages))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 @pytest.mark.parametrize(
     ("text", "why"),

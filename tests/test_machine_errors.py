@@ -165,6 +165,7 @@ def every_pack(root: Path, code: str) -> dict[str, str]:
     return {pack.name: code for pack in (root / "store" / "packs").glob("*/*.pack")}
 
 
+@pytest.mark.rest
 def test_each_is_done_where_nothing_is_wrong(root: Path, tries: Tries) -> None:
     """What the other tests do succeeds on a machine that refuses nothing, and reports no damage."""
     for doing in DOING:
@@ -173,6 +174,7 @@ def test_each_is_done_where_nothing_is_wrong(root: Path, tries: Tries) -> None:
     assert tries("backup", root, "older") == [{"damage": []}]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("doing", DOING)
 def test_without_kernels(doing: str, root: Path, tries: Tries) -> None:
     """Where compiled code cannot be loaded, whoever needs it ends with that, and nobody finds
@@ -188,6 +190,7 @@ def test_without_kernels(doing: str, root: Path, tries: Tries) -> None:
     assert not (root / "copy" / "format").exists()
 
 
+@pytest.mark.rest
 def test_a_backup_is_as_it_was_without_kernels(root: Path, tries: Tries) -> None:
     """The same for a backup that is updated: it holds its last state, and tells of no damage."""
     with unchanged(root / "store", root / "older"):
@@ -197,6 +200,7 @@ def test_a_backup_is_as_it_was_without_kernels(root: Path, tries: Tries) -> None
     assert checked(root / "older").problems == ()
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("code", ["EACCES", "ENOMEM"])
 @pytest.mark.parametrize("doing", DOING)
 def test_packs_that_this_machine_cannot_read_now(
@@ -211,6 +215,7 @@ def test_packs_that_this_machine_cannot_read_now(
     assert not (root / "copy" / "format").exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("code", ["EACCES", "ENOMEM"])
 def test_a_backup_is_as_it_was_if_packs_cannot_be_read_now(
     code: str, root: Path, tries: Tries
@@ -224,6 +229,7 @@ def test_a_backup_is_as_it_was_if_packs_cannot_be_read_now(
     assert checked(root / "older").problems == ()
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("doing", DOING)
 def test_too_few_descriptors(doing: str, root: Path, tries: Tries) -> None:
     """However many files may be opened: the system's error and nothing changed, or success."""
@@ -241,6 +247,7 @@ def test_too_few_descriptors(doing: str, root: Path, tries: Tries) -> None:
         assert checked(root / "copy").problems == ()
 
 
+@pytest.mark.rest
 def test_a_backup_is_updated_with_few_descriptors(root: Path, tries: Tries) -> None:
     """The same for a backup that is updated."""
     *refused, done = tries("backup", root, "older", "files")
@@ -249,6 +256,7 @@ def test_a_backup_is_updated_with_few_descriptors(root: Path, tries: Tries) -> N
     assert checked(root / "older").problems == ()
 
 
+@pytest.mark.rest
 def test_an_outdated_index_is_not_taken_for_the_newest(root: Path, tries: Tries) -> None:
     """Where the packs that show that the index is an older one cannot be read now, their names show
     it: nothing is written, and they are not moved to lost+found/."""
@@ -275,6 +283,7 @@ def test_an_outdated_index_is_not_taken_for_the_newest(root: Path, tries: Tries)
 # -- a disk that has lost bytes ------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_a_sick_disk_is_damage_for_which_nothing_is_dropped(root: Path, tries: Tries) -> None:
     """EIO for every pack: fsck and repair report it, repair drops no row, and once the disk works
     again all is sound."""
@@ -294,6 +303,7 @@ def test_a_sick_disk_is_damage_for_which_nothing_is_dropped(root: Path, tries: T
     assert checked(root / "store").problems == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("doing", ["clone", "gc", "pin", "verify", "read", "merge"])
 def test_what_a_sick_disk_has_lost_ends_others_as_damage(
     doing: str, root: Path, tries: Tries
@@ -310,6 +320,7 @@ def test_what_a_sick_disk_has_lost_ends_others_as_damage(
     assert not (root / "copy" / "format").exists()
 
 
+@pytest.mark.rest
 def test_a_backup_gets_away_what_a_sick_disk_can_still_read(root: Path, tries: Tries) -> None:
     """EIO for one pack: the backup has the others, and its report names this one; the next backup,
     from a disk that works again, is whole."""
@@ -322,6 +333,7 @@ def test_a_backup_gets_away_what_a_sick_disk_can_still_read(root: Path, tries: T
     assert checked(root / "copy").problems == ()
 
 
+@pytest.mark.rest
 def test_reindex_leaves_out_what_a_sick_disk_has_lost(root: Path, tries: Tries) -> None:
     """EIO for one pack: reindex says that it leaves it out; the next one takes it again."""
     before = {name: rows for name, rows in state(root / "store").items() if name == "blocks"}
@@ -336,6 +348,7 @@ def test_reindex_leaves_out_what_a_sick_disk_has_lost(root: Path, tries: Tries) 
     assert [id for id, _ in after] == [id for id, _ in before["blocks"]]
 
 
+@pytest.mark.rest
 def test_a_copy_that_cannot_be_read_now_drops_nothing(root: Path, tries: Tries) -> None:
     """A source of copies that this machine cannot read ends the repair: its copies might heal what
     would be dropped without them."""

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import reference
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore.merge.arithmetic import masks
@@ -57,6 +57,7 @@ def test_deltas(base_dtype: str, dtype: str, n: int, seed: int, skipped: int) ->
     )
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 5000), st.integers(0, 1000))
 def test_the_order_of_norms(n: int, seed: int) -> None:
     """Each element goes to its lane, and lanes are added by halving: equal on every machine."""

@@ -205,7 +205,7 @@ def covering() -> Iterator[Any]:
             yield pytest.param(kind, way, marks=[] if short else [pytest.mark.slow])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.rest
 @pytest.mark.parametrize(("kind", "way"), list(covering()))
 def test_all_methods_give_the_same_content(
     kind: str, way: str, places: Callable[[str], Place]
@@ -233,7 +233,7 @@ def test_all_methods_give_the_same_content(
     assert store.replay("ties").same
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.rest
 @pytest.mark.parametrize("way", ["delta", "chain"])
 @pytest.mark.parametrize("kind", ["bf16", "mixed"])
 def test_processes_give_the_same(way: str, kind: str, places: Callable[[str], Place]) -> None:
@@ -252,6 +252,7 @@ def test_processes_give_the_same(way: str, kind: str, places: Callable[[str], Pl
         assert store.fsck(read_data=True).problems == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["delta", "chain", "cousins"])
 def test_output_is_stored_against_the_base(way: str, places: Callable[[str], Place]) -> None:
     """A merge's new blocks are differences to the base's block at the same place; where that is one
@@ -281,6 +282,7 @@ def test_output_is_stored_against_the_base(way: str, places: Callable[[str], Pla
         assert (directory / path).read_bytes() == b"".join(store.read_file("coded", path))
 
 
+@pytest.mark.rest
 def test_output_of_another_dtype_has_no_base(places: Callable[[str], Place]) -> None:
     """Blocks of another element type than the base's are stored without one, and are right."""
     store, raw = places("bf16").store("delta"), places("bf16").store("raw")
@@ -301,6 +303,7 @@ def test_a_raw_store_stays_raw(places: Callable[[str], Place]) -> None:
     assert kinds_at_rest(store, "plain").keys() <= {Codec.RAW, Codec.CONSTANT}
 
 
+@pytest.mark.rest
 def test_a_merge_may_be_stored_unlike_its_store(places: Callable[[str], Place]) -> None:
     """With codec="raw" the output of a merge lies raw in a dense store, and is the same."""
     place = places("bf16")
@@ -330,6 +333,7 @@ def test_a_merge_may_be_stored_unlike_its_store(places: Callable[[str], Place]) 
     assert store.fsck(read_data=True).problems == ()
 
 
+@pytest.mark.rest
 def test_a_raw_merge_says_what_stays_coded(places: Callable[[str], Place]) -> None:
     """With codec="raw", a result that was stored before stays coded, and a remark says so and names
     the call that stores it raw; after that call there is no remark."""
@@ -358,7 +362,7 @@ def test_a_wrong_codec_merges_nothing(places: Callable[[str], Place]) -> None:
 # -- bytes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["bf16", "mixed"])
 @pytest.mark.parametrize("way", ["delta", "chain"])
 def test_every_budget_is_kept(kind: str, way: str, places: Callable[[str], Place]) -> None:
@@ -412,6 +416,7 @@ def _expected_reads(store: Store, plan: Plan) -> tuple[int, int]:
     return expert, base
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["alone", "delta", "chain", "cousins"])
 def test_bytes_are_counted_where_they_belong(way: str, places: Callable[[str], Place]) -> None:
     """An expert's block costs its bytes at rest; what its delta is a difference to is read once a
@@ -426,6 +431,7 @@ def test_bytes_are_counted_where_they_belong(way: str, places: Callable[[str], P
     assert report.base_bytes_read == base
 
 
+@pytest.mark.rest
 def test_kernel_counts_the_same_bytes(places: Callable[[str], Place], tmp_path: Path) -> None:
     """What the kernel counts as read (/proc/self/io) is what the meters say, within one block."""
     if not Path("/proc/self/io").exists():
@@ -483,7 +489,7 @@ def test_a_delta_beyond_the_plan_is_refused(places: Callable[[str], Place]) -> N
     assert meter.total == task.expert_bytes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_plan_says_what_is_merged(method: str, raw_and_dense: tuple[Store, Store]) -> None:
     """Without a budget, equal requests are one plan however blocks lie: made in a raw store or a
@@ -504,6 +510,7 @@ def test_a_plan_says_what_is_merged(method: str, raw_and_dense: tuple[Store, Sto
     assert len(manifests) == 1
 
 
+@pytest.mark.rest
 def test_a_plan_of_another_store(raw_and_dense: tuple[Store, Store]) -> None:
     """A plan with a budget names its blocks, so it makes the same in any store, by every way of
     running it, and tells what those blocks take there: also where that is more than the budget.
@@ -527,6 +534,7 @@ def test_a_plan_of_another_store(raw_and_dense: tuple[Store, Store]) -> None:
         assert one.materialize("v").manifest == wanted.manifest
 
 
+@pytest.mark.rest
 def test_a_merge_is_replayed_after_its_inputs_were_stored_anew(
     places: Callable[[str], Place], tmp_path: Path
 ) -> None:
@@ -932,6 +940,7 @@ def test_a_remembered_plan_costs_what_it_says(
         assert again.plan == first.plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["alone", "delta", "chain"])
 def test_virtual_merges_and_what_reads_them(way: str, places: Callable[[str], Place]) -> None:
     """A virtual merge of a dense family reads as the real one of a raw family, file for file, and
@@ -962,6 +971,7 @@ def test_virtual_merges_and_what_reads_them(way: str, places: Callable[[str], Pl
     assert (ours.files, ours.tensors) == (theirs.files, theirs.tensors)
 
 
+@pytest.mark.rest
 def test_a_virtual_merge_is_read_while_gc_moves_its_inputs(
     places: Callable[[str], Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -991,6 +1001,7 @@ def test_a_virtual_merge_is_read_while_gc_moves_its_inputs(
         assert store.fsck(read_data=True).problems == ()
 
 
+@pytest.mark.rest
 def test_a_virtual_merge_is_read_while_its_inputs_are_pinned(
     places: Callable[[str], Place], tmp_path: Path
 ) -> None:
@@ -1037,6 +1048,7 @@ def test_memory_counts_what_decoding_takes(places: Callable[[str], Place]) -> No
         bounds(tasks, memory=least - 1, threads=1)
 
 
+@pytest.mark.rest
 def test_memory_is_a_few_blocks(tmp_path: Path) -> None:
     """Merging delta-coded tensors of 32 MiB takes less memory than one of them."""
     elements = 16 << 20

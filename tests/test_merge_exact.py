@@ -143,7 +143,7 @@ def workplaces(
             store.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_way_to_run_it_gives_the_reference(
     case: Case, workplaces: Callable[[str], Workplace], tmp_path: Path
@@ -182,7 +182,7 @@ def test_every_way_to_run_it_gives_the_reference(
     assert len(contents) == 1
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize(
     ("kind", "block_size"),
     [*((kind, SMALL) for kind in FAMILIES if kind != "bf16"), ("mixed", LARGE)],
@@ -203,7 +203,7 @@ def test_other_elements(
     assert report.expert_bytes_read == report.planned_expert_bytes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("case", ONE_A_METHOD, ids=str)
 def test_output_dtype(case: Case, dtype: str, workplaces: Callable[[str], Workplace]) -> None:
@@ -214,7 +214,7 @@ def test_output_dtype(case: Case, dtype: str, workplaces: Callable[[str], Workpl
     assert families.differences(work.merged(store), work.expected(case, dtype)) == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["bf16", "f16", "f32", "mixed", "wide base"])
 def test_slerp_is_its_mixture(kind: str, workplaces: Callable[[str], Workplace]) -> None:
     """Every tensor is the reference's fused sum with the plan's factors, which are those of float64
@@ -253,6 +253,7 @@ def test_slerp_is_its_mixture(kind: str, workplaces: Callable[[str], Workplace])
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("inexact", [False, True])
 def test_ties_keeps_exactly_k(inexact: bool, tmp_path: Path) -> None:
     """k = max(1, int(density * n)) elements stay, at equal magnitude those of lowest flat index.
@@ -285,6 +286,7 @@ def test_ties_keeps_exactly_k(inexact: bool, tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("inexact", [False, True])
 def test_breadcrumbs_keeps_exactly_the_band(inexact: bool, tmp_path: Path) -> None:
     """int(density * n) elements stay after the int(gamma * n) largest, or after as many as leave
@@ -355,7 +357,7 @@ def _with_odd(base: np.ndarray[Any, Any]) -> Family:
     return Family({"w": base}, tuple({"w": expert} for expert in experts))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("count", [3, 6])
 @pytest.mark.parametrize("weight", [1.0, 0.0, -0.7])
 def test_what_has_no_sign_elects_none(count: int, weight: float, tmp_path: Path) -> None:
@@ -409,6 +411,7 @@ def test_dare_draws_by_position_and_name(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["dare_linear", "ties", "breadcrumbs"])
 def test_tied_tensors_stay_tied(method: str, workplaces: Callable[[str], Workplace]) -> None:
     """Two names of one tensor, in base and experts alike, are one tensor in the merge, read once.

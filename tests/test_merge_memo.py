@@ -138,7 +138,7 @@ def place(merged_nothing: Path, tmp_path: Path) -> Iterator[Place]:
         yield Place(store, 2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_merge_of_the_same_reads_nothing(method: str, place: Place) -> None:
     """The same plan under another name and message: no byte is read of experts or base, and only
@@ -189,7 +189,7 @@ def test_one_more_expert_costs_what_it_touches(tmp_path: Path) -> None:
         assert place.merge(place.plan("linear", ["e0", "e1", "e2"]), "three").memo_expert_bytes == 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_expert_that_changed_in_two_tensors(method: str, tmp_path: Path) -> None:
     """After one expert changed in two tensors, a merge reads and writes those two alone."""

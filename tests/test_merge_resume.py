@@ -121,6 +121,7 @@ def interrupt(store: Store, plan: Plan, how: str) -> list[Path]:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "method"), [("SIGKILL", "ties"), ("SIGKILL", "breadcrumbs"), ("SIGINT", "linear")]
 )
@@ -143,6 +144,7 @@ def test_a_merge_goes_on_where_it_was_interrupted(how: str, method: str, store: 
     assert merge(store, plan, "later").outcome.resumed_expert_bytes == 0
 
 
+@pytest.mark.rest
 def test_elements_that_are_not_finite_are_known_of_what_was_finished(
     store: Store, tmp_path: Path
 ) -> None:
@@ -167,6 +169,7 @@ def test_elements_that_are_not_finite_are_known_of_what_was_finished(
         run_merge(catalog, plan, sources, name="other", **given)
 
 
+@pytest.mark.rest
 def test_an_add_leaves_them_and_a_merge_takes_them(store: Store, tmp_path: Path) -> None:
     """What a merge left outlives an add and is garbage to fsck; another merge that has no use for
     it removes it.
@@ -182,6 +185,7 @@ def test_an_add_leaves_them_and_a_merge_takes_them(store: Store, tmp_path: Path)
     assert list((store.path / "tmp").iterdir()) == []
 
 
+@pytest.mark.rest
 def test_leftovers_survive_a_second_interruption(store: Store) -> None:
     """Killed twice, the third run has what both finished."""
     plan = plan_of(store)
@@ -194,7 +198,7 @@ def test_leftovers_survive_a_second_interruption(store: Store) -> None:
     assert list((store.path / "tmp").iterdir()) == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("where", ["payload", "footer", "receipt", "missing", "cut", "link"])
 def test_damaged_leftovers_are_not_taken(where: str, store: Store) -> None:
     """A pack or receipt that is not what it was is not used; the rest is, and all is sound."""

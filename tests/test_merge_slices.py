@@ -137,7 +137,7 @@ def wanted(store: Store, plan: Plan) -> ManifestId:
 # -- any way of running --------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(44)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [None, 0.5])
 def test_slices_and_threads_change_nothing(method: str, budget: float | None, store: Store) -> None:
@@ -175,7 +175,7 @@ class Elsewhere(Executor):
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 def test_processes_without_an_index_give_the_same(store: Store) -> None:
     """Slices run in another process that cannot open the index give the same ManifestId, read the
     planned bytes to the byte, and what they wrote is sound.
@@ -518,6 +518,7 @@ def words_below_two(count: int) -> np.ndarray[Any, Any]:
     return words & np.uint16(0xBFFF)
 
 
+@pytest.mark.rest
 def test_many_experts_take_no_more_memory(tmp_path: Path) -> None:
     """With 24 experts, blocks of 1 MiB and 64 threads asked for, the bound is kept."""
     drawn = words_below_two(2 << 20)
@@ -538,6 +539,7 @@ def test_many_experts_take_no_more_memory(tmp_path: Path) -> None:
     assert int(done.stdout) <= bound
 
 
+@pytest.mark.rest
 def test_a_worker_keeps_the_bound_of_its_slice(tmp_path: Path) -> None:
     """In the process of an executor, with 24 experts, blocks of 1 MiB and 64 threads asked for, the
     bound is kept; the result is that of a bound that allows more threads, which together take more

@@ -328,6 +328,7 @@ def test_the_reference_is_what_was_published() -> None:
     assert np.abs(found - wanted).max() <= 2.0**-20 * np.abs(wanted).max()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_scores_are_rounded_once(count: int) -> None:
     """exp and tanh are so exact that a score is within half a unit of float32, and 2^-44; numbers
@@ -529,6 +530,7 @@ BY_ROWS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", BY_ROWS.values(), ids=str)
 def test_what_is_not_finite_stays_in_its_row(row: Row, tmp_path: Path) -> None:
     """A NaN or an infinity of an expert makes what that row's experts move NaN, in no other row;
@@ -552,6 +554,7 @@ def test_what_is_not_finite_stays_in_its_row(row: Row, tmp_path: Path) -> None:
     assert np.array_equal(found[1][:, :10], base["a"][:, :10])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.rows and row.weights[0] > 0], ids=str)
 def test_contributions_of_rows_add_up(row: Row, place: Place) -> None:
     """`blame` divides the change of each row by that row's factors."""

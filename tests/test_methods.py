@@ -448,6 +448,7 @@ def test_another_package_brings_a_method(tmp_path: Path, monkeypatch: pytest.Mon
     assert 0 < error <= plan.error_bound
 
 
+@pytest.mark.rest
 def test_the_package_of_a_method_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans by a method whose package is not installed are listed with the method's name, beside
     the others; what has to run or to read one says which method it lacks."""
@@ -512,6 +513,7 @@ METHOD = Method(
 """
 
 
+@pytest.mark.rest
 def test_a_method_may_need_products_of_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_mirror_without_end_is_refused(catalog: Catalog, monkeypatch: pytest.M
         mirror.read(catalog.layout)
 
 
+@settings(max_examples=50)
 @given(st.binary(max_size=200))
 def test_no_mirror_is_a_surprise(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
     """Any bytes give refs with sound names, or an error of ours."""
@@ -125,7 +126,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.boolean
 
 
 @given(STEPS, st.sampled_from(("nothing", "mirror lost", "mirror damaged", "mirror behind")))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_move_leaves_the_mirror_that_is_written_whole(
     tmp_path_factory: pytest.TempPathFactory,
     steps: list[tuple[str, int, bool]],

@@ -89,7 +89,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
         yield made
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rest
 @pytest.mark.parametrize("method", ["model_stock", "multislerp", "karcher"])
 def test_distances_are_read_together(method: str, tmp_path: Path) -> None:
     """The plan is that of a store where each pair was measured alone, with several types, too; and
@@ -117,6 +117,7 @@ def test_distances_are_read_together(method: str, tmp_path: Path) -> None:
         assert plans[0].analyze_bytes_read == len(experts) * experts[0]["more"].nbytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["model_stock", "nuslerp", "multislerp"])
 def test_what_nobody_moves_stays_around_the_base(method: str, family: Family) -> None:
     """Around the base an element that no expert moves keeps its bits, -0 among them, and a share of
@@ -300,7 +301,7 @@ def settled(method: str, weights: Sequence[float], vectors: Sequence[Double]) ->
     return mixed(operation(method, {}, weights), gram)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", ["karcher", "model_stock", "multislerp", "nuslerp"])
 @settings(max_examples=100, deadline=None)
 @example(([1.0, 1.0], [[1.0, 0.0], [-1.0, 0.0]]))
@@ -379,6 +380,7 @@ ENDS: tuple[tuple[str, dict[str, Any]], ...] = (
 WEIGHTED = ("nuslerp", "multislerp")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("method", "parameters"), ENDS)
 def test_parameters_at_the_ends_of_their_ranges(method: str, parameters: dict[str, Any]) -> None:
     """At the ends of the ranges of their parameters, methods mix vectors that are equal, parallel,

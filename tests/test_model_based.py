@@ -524,7 +524,7 @@ SHORT = settings(
 )
 
 
-@pytest.mark.parametrize("stories", [10, pytest.param(40, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("stories", [4, pytest.param(40, marks=pytest.mark.rest)])
 def test_the_store_does_what_the_model_does(stories: int) -> None:
     """Any story of commands, reopenings and crashes leaves the store as the model says."""
     run_state_machine_as_test(Stories, settings=settings(SHORT, max_examples=stories))

@@ -207,6 +207,7 @@ def test_a_flipped_bit_is_an_error(family: tuple[Path, dict[str, Path]], point: 
     assert filecmp.cmp(point / other, refs["b"] / other, shallow=False)
 
 
+@pytest.mark.rest
 def test_inodes_are_the_same_in_every_mount(
     family: tuple[Path, dict[str, Path]], mounted: tuple[Path, Path, MountInfo]
 ) -> None:
@@ -236,6 +237,7 @@ def bytes_served_by(info: MountInfo) -> int:
     return int(Path(f"/proc/{info.pid}/io").read_text().split("wchar:")[1].split()[0])
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise the read-ahead")
 def test_read_ahead_is_raised(mounted: tuple[Path, Path, MountInfo]) -> None:
     """The kernel asks for a MiB at a time."""
@@ -263,6 +265,7 @@ def test_the_whole_store(family: tuple[Path, dict[str, Path]], point: Path) -> N
     assert code_of(lambda: os.stat(point / "snapshots" / ("0" * 64))) == "ENOENT"
 
 
+@pytest.mark.rest
 def test_one_model_of_a_snapshot(
     family: tuple[Path, dict[str, Path]], tmp_path: Path, point: Path
 ) -> None:
@@ -316,6 +319,7 @@ def test_the_mount_follows_its_refs(family: tuple[Path, dict[str, Path]], point:
     store.close()
 
 
+@pytest.mark.rest
 def test_readers_of_a_moving_ref_never_see_a_mixture(
     family: tuple[Path, dict[str, Path]], point: Path
 ) -> None:
@@ -420,6 +424,7 @@ def test_sigterm_waits_for_the_last_close(mounted: tuple[Path, Path, MountInfo])
     wait_until(lambda: not runs(info.pid or 0))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_end_an_idle_mount(
     mounted: tuple[Path, Path, MountInfo], number: signal.Signals
@@ -432,6 +437,7 @@ def test_signals_end_an_idle_mount(
     assert not is_mounted(point)
 
 
+@pytest.mark.rest
 def test_a_crashed_mount_is_recognised_and_cleared(
     family: tuple[Path, dict[str, Path]], mounted: tuple[Path, Path, MountInfo]
 ) -> None:
@@ -475,6 +481,7 @@ def test_a_new_mount_clears_a_crashed_one(
     assert not is_mounted(point)
 
 
+@pytest.mark.rest
 def test_a_crashed_mount_of_somebody_else_is_left(
     family: tuple[Path, dict[str, Path]],
     mounted: tuple[Path, Path, MountInfo],
@@ -493,6 +500,7 @@ def test_a_crashed_mount_of_somebody_else_is_left(
     assert is_mounted(point)
 
 
+@pytest.mark.rest
 def test_all_mounts_are_ended_at_once(
     family: tuple[Path, dict[str, Path]], point: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,6 +553,7 @@ def test_unmount_needs_a_mount_of_ours(point: Path) -> None:
             unmount(other)
 
 
+@pytest.mark.rest
 def test_a_mount_that_nobody_was_told_of_is_taken_away(
     family: tuple[Path, dict[str, Path]], point: Path
 ) -> None:
@@ -583,6 +592,7 @@ def start_in_foreground(store: Path, point: Path) -> tuple[subprocess.Popen[str]
     return process, int(process.stdout.readline())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_in_the_foreground_caller_and_mount_end_together(
     family: tuple[Path, dict[str, Path]], point: Path, number: signal.Signals
@@ -600,6 +610,7 @@ def test_in_the_foreground_caller_and_mount_end_together(
     wait_until(lambda: not runs(daemon))
 
 
+@pytest.mark.rest
 def test_in_the_foreground_an_interrupt_while_it_is_announced_is_served_too(
     family: tuple[Path, dict[str, Path]], point: Path
 ) -> None:
@@ -625,6 +636,7 @@ def test_in_the_foreground_an_interrupt_while_it_is_announced_is_served_too(
     assert opened == [(refs["b"] / BIG).read_bytes()]
 
 
+@pytest.mark.rest
 def test_in_the_foreground_unmount_ends_the_call(
     family: tuple[Path, dict[str, Path]], point: Path
 ) -> None:
@@ -635,6 +647,7 @@ def test_in_the_foreground_unmount_ends_the_call(
     assert process.returncode == 0
 
 
+@pytest.mark.rest
 def test_in_the_foreground_a_crash_is_an_error(
     family: tuple[Path, dict[str, Path]], point: Path
 ) -> None:
@@ -720,6 +733,7 @@ def pretend_python(folder: Path, script: str) -> str:
     return str(program)
 
 
+@pytest.mark.rest
 def test_a_daemon_that_does_not_answer(
     family: tuple[Path, dict[str, Path]], point: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -778,6 +792,7 @@ def test_a_machine_without_fuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert "store[REF].tensor(NAME)" in text
 
 
+@pytest.mark.rest
 def test_a_mount_goes_on_after_its_packs_were_rewritten(tmp_path: Path, point: Path) -> None:
     """gc moves what a mount shows into other packs; the mount finds it there."""
     with Store.init(tmp_path / "store", block_size=BLOCK_SIZE) as store:

@@ -99,6 +99,7 @@ def test_the_adapters_by_the_names_of_their_refs(store: Store, place: Path) -> N
     assert [one.revision for one in mounts() if one.mountpoint == place] == ["adapters *"]
 
 
+@pytest.mark.rest
 def test_vllm_finds_them(store: Store, place: Path) -> None:
     """The configs name the base as it is served: vLLM's resolver takes each by its ref's name."""
     mount(store.path, "loras/*", place, adapters=True, served_base=BASE)
@@ -119,6 +120,7 @@ def test_vllm_finds_them(store: Store, place: Path) -> None:
     assert os.getxattr(config, "user.mstore.ref") == b"loras/math"
 
 
+@pytest.mark.rest
 def test_without_a_served_base_configs_stay(store: Store, place: Path) -> None:
     """The configs are as they were added, so vLLM's resolver takes them for their own base."""
     mount(store.path, None, place, adapters=True)
@@ -126,6 +128,7 @@ def test_without_a_served_base_configs_stay(store: Store, place: Path) -> None:
     assert found_by_vllm(place, "other", "org/base") == place / "other"
 
 
+@pytest.mark.rest
 def test_refs_come_and_go(store: Store, place: Path, tmp_path: Path) -> None:
     """A new adapter is found at once, a moved one changes, a removed one is gone; no remount."""
     mount(store.path, "loras/*", place, adapters=True, served_base=BASE)
@@ -143,6 +146,7 @@ def test_refs_come_and_go(store: Store, place: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(place / "loras")) == ["math", "new"]
 
 
+@pytest.mark.rest
 def test_one_that_cannot_be_read_hides_no_other(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,6 +165,7 @@ def test_one_that_cannot_be_read_hides_no_other(
     assert "other is not shown: a manifest: flipped" in caplog.text
 
 
+@pytest.mark.rest
 def test_an_odd_config_is_shown_as_it_is(store: Store, place: Path, tmp_path: Path) -> None:
     """A config that is no JSON object is not rewritten."""
     for name, text in (("list", "[1]"), ("torn", "{")):

@@ -136,6 +136,7 @@ def flip(store: Path, original: Path) -> None:
 # -- what is read ----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", ["raw", "auto"])
 def test_the_same_as_fuse_shows(root: Path, codec: str) -> None:
     """On the checkpoint of every dtype, both drivers show the same bytes, attributes and labels."""
@@ -434,6 +435,7 @@ def test_auto_takes_the_kernel(store: Path, root: Path) -> None:
     assert next(one for one in mounts() if one.mountpoint == point).driver == "erofs"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options", [{"follow": True}, {"show_meta": True}, {"verify": "always"}], ids=str
 )
@@ -582,6 +584,7 @@ def test_options_that_the_kernel_does_not_know(
     assert "directio" in table_line(point).split(" - ")[1].split(" ")[2].split(",")
 
 
+@pytest.mark.rest
 def test_a_store_on_a_filesystem_that_cannot_back_mounts(root: Path) -> None:
     """A store in memory (tmpfs) cannot be mounted from; `auto` shows it by FUSE."""
     require_or_skip_fuse()

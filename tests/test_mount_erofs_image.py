@@ -123,7 +123,7 @@ def written(
     return bytes(made), copied.count
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(TREE)
 def test_an_image_shows_every_file(tree: dict[str, list[Part]]) -> None:
     """Any tree, in whatever way its bytes lie in packs, is read back from image and packs."""
@@ -141,7 +141,7 @@ def test_an_image_shows_every_file(tree: dict[str, list[Part]]) -> None:
         assert inode.labels == labels_of(contents).get(path, {})
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(TREE)
 def test_directories_hold_exactly_their_names(tree: dict[str, list[Part]]) -> None:
     """Every directory lists its names in the order of their bytes, itself and its parent."""
@@ -167,7 +167,7 @@ def test_directories_hold_exactly_their_names(tree: dict[str, list[Part]]) -> No
     assert seen == set(contents)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(TREE)
 def test_inode_numbers_follow_from_names_and_sizes(tree: dict[str, list[Part]]) -> None:
     """Wherever the bytes lie, and in however many packs, a file has the same inode number."""

@@ -95,7 +95,7 @@ def lose(pack: Path) -> None:
     pack.unlink()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("damage", [flip, cut, lose])
 def test_a_damaged_pack_fails_its_own_reads_only(
     family: Family, at: Callable[[str | None], Served], damage: Callable[[Path], None]
@@ -123,7 +123,7 @@ def test_a_damaged_pack_fails_its_own_reads_only(
     assert looked_at(family, whole.point / "refs" / "base", "base") == {}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_what_was_checked_is_checked_again_if_asked_for(
     driver: Driver, family: Family, tmp_path: Path
 ) -> None:
@@ -135,6 +135,7 @@ def test_what_was_checked_is_checked_again_if_asked_for(
         assert set(looked_at(family, base.point, "base")) == {"EIO"}
 
 
+@pytest.mark.rest
 def test_a_damaged_base_fails_what_is_stored_as_differences_to_it(
     driver: Driver, family: Family, at: Callable[[str | None], Served]
 ) -> None:
@@ -148,7 +149,7 @@ def test_a_damaged_base_fails_what_is_stored_as_differences_to_it(
     assert (errors["EIO"] > 10) == (driver.codec == "dense")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 def test_a_map_over_a_damaged_block_ends_its_reader_alone(
     family: Family, at: Callable[[str | None], Served]
 ) -> None:
@@ -181,7 +182,7 @@ def disk(family: Family, tmp_path: Path) -> Iterator[Disk]:
         yield made
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_an_error_of_the_disk_is_the_readers_and_passes(
     family: Family, disk: Disk, at: Callable[[str | None], Served]
 ) -> None:
@@ -202,7 +203,7 @@ def test_an_error_of_the_disk_is_the_readers_and_passes(
     assert looked_at(family, refs / "base", "base") == {}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("code", ["EACCES", "ENOMEM"])
 def test_an_error_of_this_machine_is_told_from_damage(
     family: Family, disk: Disk, at: Callable[[str | None], Served], code: str
@@ -238,7 +239,7 @@ def test_too_few_descriptors_are_told_from_damage(
     assert looked_at(family, refs / "other", "other") == {}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("readers", [3, MANY])
 def test_a_read_that_hangs_delays_no_other(
     family: Family, disk: Disk, at: Callable[[str | None], Served], readers: int
@@ -329,7 +330,7 @@ def stop(process: int) -> None:
     until(lambda: all("State:\tT" in (each / "status").read_text() for each in threads))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("what", HOLDING)
 def test_a_sibling_that_was_stopped_is_not_waited_for(
     family: Family, at: Callable[[str | None], Served], what: str
@@ -347,7 +348,7 @@ def test_a_sibling_that_was_stopped_is_not_waited_for(
             assert looked_at(family, at(None).point / "refs" / ref, ref) == {}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 def test_a_mount_whose_process_was_stopped_delays_no_other(
     family: Family, at: Callable[[str | None], Served]
 ) -> None:
@@ -382,7 +383,7 @@ def test_a_mount_whose_process_was_stopped_delays_no_other(
 # -- the store itself ---------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 def test_a_store_that_is_gone_is_an_error_at_most(
     family: Family, at: Callable[[str | None], Served]
 ) -> None:
@@ -429,7 +430,7 @@ def overwrite_index(index: Path) -> None:
         file.write(b"\xa5" * (size - 8192))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("damage", "answers"),
     [

@@ -60,7 +60,7 @@ def prune(store: Store, family: Family) -> None:
     assert store.prune(keep_last=1, unnamed_inputs=True).snapshots
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("forget", [remove, move, prune])
 def test_what_is_mounted_is_kept(
     driver: Driver,
@@ -99,6 +99,7 @@ def test_a_hold_that_came_too_late_is_told(family: Family, monkeypatch: pytest.M
     assert not list((family.store / "tmp").glob(f"*{leases.HOLD}"))
 
 
+@pytest.mark.sampled(3)
 def test_a_hold_waits_for_who_may_not_have_seen_it(family: Family) -> None:
     """A snapshot without a ref may be in the course of being collected: a sure hold waits until
     that is published. One with a ref waits for nobody."""
@@ -130,7 +131,7 @@ def test_a_sure_hold_needs_no_other_ref(family: Family) -> None:
         store.hold(tuned, sure=True).release()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("forget", [remove, move, prune])
 def test_what_is_open_is_kept(
     driver: Driver,
@@ -187,6 +188,7 @@ def stored(store: Store) -> int:
     return sum(path.stat().st_size for path in store.path.rglob("*.pack"))
 
 
+@pytest.mark.sampled(3)
 def test_a_hold_ends_with_its_process(
     driver: Driver, family: Family, stack: ExitStack, tmp_path: Path
 ) -> None:
@@ -206,7 +208,7 @@ def test_a_hold_ends_with_its_process(
         assert list((family.store / "tmp").iterdir()) == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_a_virtual_merge_that_is_shown_keeps_its_inputs(
     driver: Driver, family: Family, stack: ExitStack, tmp_path: Path, *, is_alone: bool
@@ -235,6 +237,7 @@ def test_a_virtual_merge_that_is_shown_keeps_its_inputs(
         assert len(store.snapshot_ids()) == 1
 
 
+@pytest.mark.rest
 def test_a_merge_that_becomes_real_goes_on_under_its_mount(
     driver: Driver, family: Family, stack: ExitStack, tmp_path: Path
 ) -> None:

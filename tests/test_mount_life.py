@@ -137,6 +137,7 @@ def test_a_followed_ref_shows_what_it_points_at(
         unmount(fixed)
 
 
+@pytest.mark.rest
 def test_only_a_ref_can_be_followed(store: Store, point: Path) -> None:
     """An id, a revision and the whole store are refused, and what does not exist is not found."""
     for revision in (str(store["a"].id), "a@{0}", None):
@@ -190,6 +191,7 @@ def test_files_about_a_snapshot(store: Store, originals: dict[str, Path], point:
     assert os.statvfs(point).f_files == len(os.listdir(originals["b"]))
 
 
+@pytest.mark.rest
 def test_show_meta_lists_them(store: Store, point: Path) -> None:
     """With `show_meta` a listing has them, in a mount of the whole store in each snapshot."""
     mount(store.path, None, point, show_meta=True)
@@ -200,6 +202,7 @@ def test_show_meta_lists_them(store: Store, point: Path) -> None:
     assert json.loads(path.read_bytes())["snapshot"] == str(store["a"].id)
 
 
+@pytest.mark.rest
 def test_what_was_added_comes_first(
     store: Store, originals: dict[str, Path], point: Path, tmp_path: Path
 ) -> None:
@@ -218,6 +221,7 @@ def test_what_was_added_comes_first(
         subprocess.run(["diff", "-r", point / "refs" / name, tmp_path / name], check=True)
 
 
+@pytest.mark.rest
 def test_labels(store: Store, point: Path) -> None:
     """Extended attributes say which snapshot, which ref, how many tensors and which content; those
     of others are absent, and those of the system not supported."""
@@ -271,7 +275,7 @@ COPIES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("command", COPIES)
 def test_programs_that_look_for_holes_copy_every_byte(
     store: Store, originals: dict[str, Path], point: Path, tmp_path: Path, command: str
@@ -289,6 +293,7 @@ def test_programs_that_look_for_holes_copy_every_byte(
 # -- log, cache, checks, others ----------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_the_log_of_a_mount(originals: dict[str, Path], point: Path, tmp_path: Path) -> None:
     """In the background, too, the log says when the mount began and ended and which read failed
     why, once; it is appended to."""
@@ -402,6 +407,7 @@ def test_others_read_only_where_they_are_let_in(store: Store, point: Path) -> No
 # -- many threads on one map -------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_threads_that_fault_on_one_map_never_deadlock(
     store: Store, originals: dict[str, Path], point: Path
 ) -> None:

@@ -180,6 +180,7 @@ def _sync(path: str) -> None:
         os.fsync(descriptor)
 
 
+@pytest.mark.sampled(3)
 def test_every_change_is_refused_as_read_only(at: Path) -> None:
     """Opening to write, truncating, creating, removing, renaming, linking, changing modes, owners,
     times or attributes: EROFS each, and nothing has changed."""
@@ -310,7 +311,7 @@ for _function, _result in (
     getattr(LIBC, _function).restype = _result
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 def test_a_large_directory_is_listed_whole(many: Path) -> None:
     """2,400 files: each once, with the number and type that stat gives; `.` and `..` first."""
     listing = Directory.open(many)
@@ -325,7 +326,7 @@ def test_a_large_directory_is_listed_whole(many: Path) -> None:
     assert len({number for _, number, _ in entries[2:]}) == MANY
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 def test_a_listing_goes_on_from_any_place(many: Path) -> None:
     """telldir and seekdir return to an entry in any order, rewinddir to the first; two listings at
     once do not disturb each other."""
@@ -351,7 +352,7 @@ def test_a_listing_goes_on_from_any_place(many: Path) -> None:
         each.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 def test_every_file_of_a_large_directory_can_be_read(many: Path) -> None:
     """They are there with their bytes, one of eight, and all 2,400 by stat."""
     assert {(many / f"{n:05} é").stat().st_size for n in range(MANY)} == {1}
@@ -388,6 +389,7 @@ def test_a_mount_is_its_owners(family: Family, shown: Path) -> None:
     assert done.stdout.split() == ["EACCES", "True"]
 
 
+@pytest.mark.sampled(3)
 def test_a_snapshot_is_the_same_under_every_name(
     family: Family, mounted: Mount, shown: Path
 ) -> None:

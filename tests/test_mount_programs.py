@@ -106,7 +106,7 @@ READING = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(42)
 @pytest.mark.parametrize("program", READING)
 def test_programs_that_read_print_the_same(
     driver: Driver, cold: tuple[Path, Path], program: str
@@ -127,6 +127,7 @@ COPYING = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("program", COPYING)
 def test_copies_are_the_directory(
     cold: tuple[Path, Path], program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +158,7 @@ def test_checksums_made_elsewhere_hold(cold: tuple[Path, Path], tmp_path: Path) 
         told(f'cmp -i {skipped} {SHARDS[0]} "{original / SHARDS[0]}"', shown)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "how", [("randread", "psync"), ("randread", "mmap"), ("read", "psync")], ids=" ".join
 )
@@ -220,6 +221,7 @@ def tensors(folder: Path, processes: int) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.sampled(3)
 def test_eight_processes_open_the_shards(cold: tuple[Path, Path]) -> None:
     """safetensors in eight processes at once maps every tensor of a mount, each in an order of its
     own, and all of them find the original's bytes."""

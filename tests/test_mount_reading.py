@@ -269,7 +269,7 @@ def compare(
     theirs.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", FILES)
 def test_every_way_to_read_agrees_with_the_file(
     driver: Driver, pair: tuple[Path, Path], tmp_path: Path, name: str

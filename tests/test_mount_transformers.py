@@ -24,6 +24,8 @@ import pytest
 from later import Later
 from mount_drivers import Driver, Mount, drop_pages, files_below, on_disk
 
+pytestmark = pytest.mark.rest
+
 pytest_plugins = ["mount_drivers"]
 tmp_path_factory = on_disk
 

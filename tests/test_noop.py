@@ -50,6 +50,7 @@ NOOPS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", NOOPS)
 def test_a_noop_is_refused(what: str, place: Place) -> None:
     """A plan that reads nothing or whose result is the base is an error that says what to type;

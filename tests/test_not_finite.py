@@ -99,6 +99,7 @@ def asked(*experts: str, method: str = "task_arithmetic", **more: Any) -> MergeR
     return MergeRequest(base="base", experts=experts, method=method, **more)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties"])
 def test_what_overflows_is_counted(method: str, store: Store) -> None:
     """Under --dtype F16 the report has the elements that became infinite, by tensor, worst first,
@@ -116,6 +117,7 @@ def test_what_overflows_is_counted(method: str, store: Store) -> None:
     assert store.show("m").not_finite == report.not_finite
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("experts", [("wide",), ("sound", "wide"), ("sick", "wide")])
 def test_a_merge_that_makes_them_is_refused_unless_allowed(
     experts: tuple[str, ...], store: Store
@@ -240,6 +242,7 @@ def test_a_plan_says_what_may_overflow(store: Store) -> None:
     assert store.plan(asked("wide", dtype="F16")).not_finite == plan.not_finite
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", ["again", "memo", "read", "no memo", "executor"])
 @pytest.mark.parametrize("expert", ["wide", "sick"])
 def test_counts_do_not_depend_on_who_computes(how: str, expert: str, store: Store) -> None:

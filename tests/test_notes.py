@@ -92,7 +92,7 @@ def histories(draw: st.DrawFn) -> dict[NoteId, Note]:
     return found
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(histories(), st.randoms())
 def test_what_counts_depends_on_no_order(notes: dict[NoteId, Note], draw: Any) -> None:
     """The same notes mean the same in whatever order they came."""
@@ -101,7 +101,7 @@ def test_what_counts_depends_on_no_order(notes: dict[NoteId, Note], draw: Any) -
     assert states({id: notes[id] for id in order}) == states(notes)
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(histories())
 def test_the_newest_value_counts(notes: dict[NoteId, Note]) -> None:
     """Of the values of a key that are not removed, whatever their kinds, the last by (time, id)
@@ -122,7 +122,7 @@ def test_the_newest_value_counts(notes: dict[NoteId, Note]) -> None:
             assert told[id] == (COUNTS if (one.time_ns, id) == max(rivals) else REPLACED)
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(histories(), histories())
 def test_stores_that_meet_agree(one: dict[NoteId, Note], other: dict[NoteId, Note]) -> None:
     """The union is one, whoever comes first; what was removed on one side stays removed, and what
@@ -330,6 +330,7 @@ def test_notes_of_pruned_snapshots_stay(store: Store, tmp_path: Path) -> None:
     assert by_key(store, "a~1") == {"k": 1}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use_old_index", [True, False])
 def test_notes_come_back_with_the_index(store: Store, use_old_index: bool) -> None:
     """A rebuilt index finds all notes in the packs, and none of a snapshot that is gone."""
@@ -415,6 +416,7 @@ def change(store: Store, *, add: Any = None, drop: Any = None, lose: Any = None)
             rows.delete(bytes([Kind.NOTE]) + lose, db=index.db("records"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", ["no row", "another's row", "only another's row"])
 def test_rows_are_proved_by_the_records(store: Store, damage: str) -> None:
     """fsck finds a note that its snapshot does not list, or that another does; repair mends it."""

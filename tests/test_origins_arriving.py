@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore.origins import arriving
@@ -52,6 +52,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arriving, "_AHEAD", 3)
 
 
+@settings(max_examples=40)
 @given(
     size=st.integers(0, 200),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=10),

@@ -44,6 +44,7 @@ def test_states(hub: Hub, store: Store, tmp_path: Path) -> None:
     assert states(store, "tiny") == {"tiny hf://org/tiny@main": "up to date"}
 
 
+@pytest.mark.rest
 def test_origins_of_what_was_made_here(hub: Hub, store: Store, tmp_path: Path) -> None:
     """The origins of a merge are those of what it was made of; without names it is not listed."""
     merged(hub, store, tmp_path)

@@ -171,6 +171,7 @@ def test_the_bases_own_dtype_changes_nothing(store: Store) -> None:
     assert asked.manifest == plain.manifest
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["int64", "float64", "bool"])
 def test_elements_without_arithmetic_must_be_equal(tmp_path: Path, kind: str) -> None:
     """Integers that differ are an error that names them, before anything is read; a pattern leaves

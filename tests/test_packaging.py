@@ -51,6 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return names(built(tmp_path_factory.mktemp("wheel"), HATCH_BUILD_NO_HOOKS="true"))
 
 
+@pytest.mark.rest
 def test_top_level_is_the_five_packages(wheel: list[str]) -> None:
     """The wheel's top level is mstore and its mount, pages, server and command line."""
     top = {name.split("/")[0] for name in wheel}
@@ -172,6 +173,7 @@ def test_the_levels_of_a_build(
         hook.initialize(version, data)
 
 
+@pytest.mark.rest
 def test_the_tests_travel(tmp_path: Path) -> None:
     """The source archive holds every file of the tests, the golden store's and the corpus too."""
     command = [sys.executable, "-m", "build", "--sdist", "--no-isolation"]

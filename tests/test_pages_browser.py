@@ -56,6 +56,7 @@ def probed(page: Path, root: Path, script: str, width: int = 1280) -> Any:
     return json.loads(html.unescape(found[1]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["page.html", "usage.html", "two.html"])
 def test_nothing_is_refused_and_nothing_leaves(page: Path, tmp_path: Path, name: str) -> None:
     """The console is empty, also in the dark, and no address is asked for."""
@@ -65,6 +66,7 @@ def test_nothing_is_refused_and_nothing_leaves(page: Path, tmp_path: Path, name:
     assert asked(file, tmp_path / "log.json") == []
 
 
+@pytest.mark.rest
 def test_the_checks_above_can_fail(tmp_path: Path) -> None:
     """An error of a script, what a policy refuses and what a page asks for are all seen."""
     bad = tmp_path / "bad.html"
@@ -96,6 +98,7 @@ def test_hostile_names_stay_text(page: Path, tmp_path: Path) -> None:
     assert "\\u202e" in told["cells"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_screens(page: Path, tmp_path: Path, width: int) -> None:
     """At each width the page is drawn, light and dark differ, and only tables may be wider."""
@@ -107,6 +110,7 @@ def test_screens(page: Path, tmp_path: Path, width: int) -> None:
     assert probed(page, tmp_path, script, width) <= width
 
 
+@pytest.mark.rest
 def test_the_selector_shows_each_expert(page: Path, tmp_path: Path) -> None:
     """Choosing an expert and a share draws its numbers, in the strips and in the table."""
     told = probed(
@@ -163,6 +167,7 @@ def test_a_narrow_window_shows_the_subject_of_the_lineage(page: Path, tmp_path: 
     assert 0 < width < right <= window
 
 
+@pytest.mark.rest
 def test_headings_sort(page: Path, tmp_path: Path) -> None:
     """A click on a heading sorts by numbers, not by their letters, and says which way."""
     told = probed(
@@ -185,6 +190,7 @@ def test_headings_sort(page: Path, tmp_path: Path) -> None:
     assert len({*rising}) > 5
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("layers", "names", "experts", "most"),
     [

@@ -230,6 +230,7 @@ def test_code_needs_no_compiler() -> None:
     assert len(found.stdout.split()) >= 29
 
 
+@pytest.mark.rest
 def test_no_written_memory_has_to_become_executable(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -253,6 +254,7 @@ def test_no_written_memory_has_to_become_executable(
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.rest
 def test_where_no_code_can_be_loaded(models: tuple[Path, Path], tmp_path: Path) -> None:
     """A loader that refuses is one sentence at the first use; what needs no kernel works."""
     for name, codec in (("raw", "raw"), ("coded", "dense")):
@@ -287,6 +289,7 @@ def test_where_no_code_can_be_loaded(models: tuple[Path, Path], tmp_path: Path) 
     assert "compiled kernels cannot run here: " in told
 
 
+@pytest.mark.rest
 def test_a_group_may_write_the_installation(models: tuple[Path, Path], tmp_path: Path) -> None:
     """Installed under umask 002, mstore adds and checks out."""
     for package in ("mstore", "cli/mstore_cli"):

@@ -27,6 +27,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
         os.umask(before)
 
 
+@pytest.mark.sampled(3)
 def test_modes_of_a_store(umask: int, tmp_path: Path) -> None:
     """Packs are 0444 less the umask; tmp/, what lies in it and locks are for those whom the umask
     lets write; the umask decides the rest."""

@@ -500,6 +500,7 @@ def test_pruning_drops_the_mark(store: Store, tmp_path: Path) -> None:
     assert not store.show(id).pinned
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("collected", [False, True])
 def test_reindex_keeps_pins(path: Path, collected: bool) -> None:
     """A new index knows what is pinned, and has the raw copies of it."""
@@ -578,6 +579,7 @@ def test_sizes_tell_what_is_stored(store: Store) -> None:
     assert store.usage(["t1"]).codecs == before.codecs
 
 
+@pytest.mark.rest
 def test_others_work_meanwhile(path: Path, tmp_path: Path) -> None:
     """While one pins and unpins, others add, read and collect: every byte is right, always."""
     over = threading.Event()
@@ -691,7 +693,7 @@ def files(draw: st.DrawFn) -> tuple[list[Position], list[Location]]:
 
 
 @given(files(), st.sets(st.integers(0, 9), max_size=3), st.sampled_from([1, 6, 100]))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_copying_once_is_enough(
     file: tuple[list[Position], list[Location]], taken: set[int], long_pages: int
 ) -> None:

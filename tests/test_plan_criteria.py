@@ -126,6 +126,7 @@ def test_no_expert_is_read_beyond_its_cap(method: str, place: Place) -> None:
         assert cap - spent < BLOCK
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])
 def test_top_p_writes_the_share(method: str, place: Place) -> None:
     """Of the blocks that would change only the share does; all others are the base's own blocks."""

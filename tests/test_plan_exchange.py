@@ -59,7 +59,7 @@ def text(store: Store) -> str:
 # -- round trip ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])
 @pytest.mark.parametrize("budget", [None, 0.5])
 def test_round_trip(
@@ -207,6 +207,7 @@ def test_fields_are_all_named(text: str) -> None:
     assert known - {"operations", "inputs", "criteria", "inputs.name"} == {*FIELDS, *MORE}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("field", [*FIELDS, *MORE])
 def test_a_changed_text_is_refused(field: str, store: Store, text: str) -> None:
     """Whatever was edited, the plan does not match its id any more, and is not kept."""
@@ -346,6 +347,7 @@ def plan(store: Store, text: str) -> Plan:
     return store._catalog.record(Plan, store.import_plan(text).plan)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_forged_plan_is_refused(kind: str, store: Store, text: str, plan: Plan) -> None:
     """A plan that no planner made, under an id that matches it, is refused before it is run."""

@@ -504,6 +504,7 @@ def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outgoing, "PACK_BYTES", 32 << 10)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("small_packs")
 @pytest.mark.parametrize("at", ["in a pack", "between packs", "before the root"])
 def test_interrupted(place: Place, monkeypatch: pytest.MonkeyPatch, at: str) -> None:

@@ -102,6 +102,7 @@ def test_payloads_are_what_the_page_says(block: tuple[Mode, int, bytes, bytes]) 
     assert from_coded(coded(mode, width, data, base), width, len(data), base) == data
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_length(mode: Mode, width: int) -> None:
@@ -169,6 +170,7 @@ def entropy(keys: np.ndarray, numbers: np.ndarray) -> float:
     return float((whole * np.log2(whole)).sum() - (each * np.log2(each)).sum()) / 8
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("noise", [1e-2, 3e-3, 1e-3])
 def test_each_class_has_the_code_that_suits_it(noise: float) -> None:
     """A block takes little more than the entropy of its differences, given the base's exponent."""
@@ -275,6 +277,7 @@ def test_no_payload_is_taken_for_another(mode: Mode, width: int) -> None:
             assert back(other, width, payload, length, given) is None
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_flipped_bits_never_pass_for_the_block(mode: Mode, width: int) -> None:
@@ -299,6 +302,7 @@ COUNTS = (300, SHORT + 300)
 """Elements in few lanes, and in many."""
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("mode", "width", "count"),
     [

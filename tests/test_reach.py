@@ -59,6 +59,7 @@ def blocks_by_walking(store: Store, *names: str) -> set[bytes]:
     return found | {place.base for place in places if any(place.base)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "names", [("base",), ("expert",), ("other",), ("base", "other"), ("base", "expert", "other")]
 )
@@ -72,7 +73,7 @@ def test_reached_blocks_are_those_that_a_walk_finds(store: Store, names: tuple[s
     assert reach.missing == set()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch", [1, 3, 1 << 17])
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**9))
@@ -109,6 +110,7 @@ def test_any_history(seed: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert live == {store._catalog.snapshot(id).manifest for id in snapshots}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [Kind.SNAPSHOT, Kind.MANIFEST, Kind.TENSOR])
 @pytest.mark.parametrize("how", ["flipped", "cut off", "no row"])
 def test_a_record_that_is_lost_is_named(store: Store, kind: Kind, how: str) -> None:

@@ -118,6 +118,7 @@ def test_modules_of_different_models(store: Store) -> None:
     assert np.array_equal(last, bits(mean))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties", "dare_linear", "breadcrumbs"])
 def test_a_module_of_the_base_stays(store: Store, method: str) -> None:
     """A module in which only the base is stays as it is there."""

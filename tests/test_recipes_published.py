@@ -55,7 +55,7 @@ def run(mstore: Program, tmp_path: Path, name: str, *more: str) -> str:
     return done.err.replace(f"{path}, ", "")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_runs(mstore: Program, tmp_path: Path, name: str) -> None:
     """Each runs, and the recipe that mstore prints for it gives the same model."""
@@ -84,6 +84,7 @@ IGNORED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", IGNORED)
 def test_what_is_ignored_is_told(mstore: Program, tmp_path: Path, name: str) -> None:
     """A warning names what has no effect, with its line; --strict refuses it."""
@@ -95,6 +96,7 @@ def test_what_is_ignored_is_told(mstore: Program, tmp_path: Path, name: str) -> 
     assert "recipe.yml, line" in refused.err
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [one for one in PUBLISHED if one not in IGNORED])
 def test_what_is_strict(mstore: Program, tmp_path: Path, name: str) -> None:
     """A recipe without anything that is ignored runs with --strict, too."""

@@ -140,7 +140,7 @@ BY_OPTIONS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("request_name", BY_OPTIONS)
 def test_a_recipe_gives_its_plan_again(request_name: str, store: Store) -> None:
     """The recipe of a merge by options, rules included, is read back to the same plan; it is a file
@@ -280,6 +280,7 @@ def test_what_no_recipe_can_state(change: dict[str, Any], why: str, store: Store
     assert store.replay("unstated").same
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["linear", "fisher"])
 def test_models_of_any_name(method: str, tmp_path: Path) -> None:
     """A model's name, whatever is in it, stands in the recipe beside the ref; but for a +."""

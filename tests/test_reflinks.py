@@ -85,6 +85,7 @@ def extents(path: Path) -> list[str]:
     return [line.rsplit(":", 1)[1].strip() for line in told.stdout.splitlines()[3:-1]]
 
 
+@pytest.mark.sampled(4)
 def test_a_pinned_snapshot_is_shared(store: Store, disk: Path, tmp_path: Path) -> None:
     """What is pinned takes no space again: all whole pages of its files are extents of packs; where
     a filesystem cannot share, they are copied."""
@@ -103,6 +104,7 @@ def test_a_pinned_snapshot_is_shared(store: Store, disk: Path, tmp_path: Path) -
         assert len(flags) <= 3
 
 
+@pytest.mark.sampled(4)
 def test_a_shared_file_is_a_file_of_its_own(store: Store, disk: Path, tmp_path: Path) -> None:
     """Writing to a checkout changes nothing in the store, and gc nothing in the checkout."""
     store.configure("reflog_days", 0)
@@ -140,6 +142,7 @@ def test_always_or_an_error(store: Store, disk: Path, tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".out")]
 
 
+@pytest.mark.sampled(2)
 def test_never_copies(store: Store, disk: Path, tmp_path: Path) -> None:
     """`never` copies everything, and so does `auto` to another filesystem."""
     store.pin("tuned", raw=True)
@@ -149,6 +152,7 @@ def test_never_copies(store: Store, disk: Path, tmp_path: Path) -> None:
         assert files_of(target) == files_of(tmp_path / "tuned")
 
 
+@pytest.mark.sampled(2)
 def test_what_is_not_raw_is_copied(store: Store, disk: Path, tmp_path: Path) -> None:
     """Blocks that are coded, or at a place that is not congruent, are copied beside shared ones."""
     store.pin("base", raw=True)
@@ -188,6 +192,7 @@ def test_a_failure_leaves_nothing(store: Store, disk: Path) -> None:
     assert [one.name for one in disk.iterdir() if "out" in one.name] == []
 
 
+@pytest.mark.sampled(2)
 def test_no_room_to_share_is_room_to_copy(store: Store, disk: Path, tmp_path: Path) -> None:
     """Where a filesystem refuses one share for its records, that piece is copied, and only that."""
     store.pin("tuned", raw=True)

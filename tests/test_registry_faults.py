@@ -35,6 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waited
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ["cut", "lost"])
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PATCH", "PUT"])
 def test_a_broken_connection_is_no_end(
@@ -62,7 +63,7 @@ def test_a_broken_connection_is_no_end(
     assert server.files(f"{name}:v1") == LARGE
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(6))
 def test_many_faults_are_no_end(
     seed: int, quick: list[float], proxy: Proxy, server: Registry, store: Store, name: str
@@ -84,6 +85,7 @@ def test_many_faults_are_no_end(
     }
 
 
+@pytest.mark.rest
 def test_a_broken_chunk_does_not_send_the_blob_again(
     quick: list[float], proxy: Proxy, server: Registry, store: Store, name: str
 ) -> None:
@@ -103,7 +105,7 @@ def test_a_broken_chunk_does_not_send_the_blob_again(
     assert server.files(f"{name}:v1") == LARGE
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 def test_a_busy_registry_is_asked_again(
     status: int, quick: list[float], proxy: Proxy, store: Store, name: str
@@ -140,7 +142,7 @@ def test_a_registry_that_stays_broken_ends_the_export(
     assert server.ask("GET", f"/v2/{name}/manifests/v1")[0] == 404
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rest
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_random_and_resumed(
     seed: int, proxy: Proxy, server: Registry, store: Store, name: str
@@ -187,7 +189,7 @@ def test_killed_at_random_and_resumed(
     assert server.files(f"{name}:v1") == files
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rest
 @pytest.mark.parametrize("seed", range(3))
 def test_an_add_that_is_killed_goes_on(
     seed: int, proxy: Proxy, server: Registry, store: Store, name: str, tmp_path: Path

@@ -75,6 +75,7 @@ def modctl(form: str, files: Mapping[str, bytes]) -> list[tuple[str, bytes, dict
     ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", PACK)
 @pytest.mark.parametrize("tool", [modelkit, modctl])
 def test_tars_of_other_tools(
@@ -150,6 +151,7 @@ def test_safetensors_as_docker_once_wrote_them(
     assert store["x"].read("m.safetensors") == shard("s")
 
 
+@pytest.mark.rest
 def test_one_large_layer_at_a_time_lies_beside_the_store(
     proxy: Proxy, server: Registry, store: Store, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +222,7 @@ HOSTILE: Mapping[str, tuple[str, bytes]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("sort", HOSTILE)
 def test_hostile_tars_are_refused(
     sort: str, proxy: Proxy, server: Registry, store: Store, name: str, tmp_path: Path
@@ -242,6 +244,7 @@ def test_hostile_tars_are_refused(
     assert not [path for path in (store.path / "tmp").rglob("*") if path.is_file()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
 def test_a_bomb_is_refused(
     pack: Callable[[bytes], bytes],

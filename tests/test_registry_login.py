@@ -89,6 +89,7 @@ def test_a_wrong_password_is_told_and_not_shown(
     assert wrong not in shown(refused.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["password", "identity"])
 def test_a_token_service_gives_tokens(
     kind: str,
@@ -249,6 +250,7 @@ def test_credentials_do_not_show() -> None:
     assert credentials.Credentials("ada", "b").basic == "Basic YWRhOmI="
 
 
+@pytest.mark.rest
 def test_a_certificate_that_nobody_trusts(
     tmp_path: Path, store: Store, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

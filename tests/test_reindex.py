@@ -113,6 +113,7 @@ def _cut(index: Path) -> None:
     (index / "data.mdb").write_bytes(data[:8192])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("damage", [_delete, _empty, _nonsense, _cut])
 def test_without_an_index(path: Path, damage: Callable[[Path], None]) -> None:
     """From packs and mirror alone, all but the reflogs comes back; each begins with a new move."""
@@ -334,6 +335,7 @@ def test_requests_are_forgotten_and_outputs_are_not(path: Path) -> None:
         assert store._memo.outputs([b"o" * 32]) == [b"row"]
 
 
+@pytest.mark.rest
 def test_killed_anywhere_it_leaves_one_of_the_two(path: Path) -> None:
     """Failing at any step, reindex leaves a store that opens and tells the same."""
     before = contents(path)

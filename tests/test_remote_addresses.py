@@ -123,6 +123,7 @@ def test_what_is_no_address_is_refused(store: Store, url: str) -> None:
     assert store.remotes() == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "given",
     [
@@ -204,6 +205,7 @@ def test_an_endpoint_of_a_stranger_gets_no_credentials(
         assert server.asked() != []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["moto", "azurite", "gcs"])
 def test_an_endpoint_that_is_named_is_asked(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -253,7 +255,7 @@ def test_where_requests_name_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     asked: list[str] = []
     server = QuietServer(("127.0.0.1", 0), type("Host", (_Host,), {"asked": asked}))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.server_port}")
     endpoint = "http://minio.test:9000"

@@ -209,7 +209,7 @@ def test_a_command_without_faults_puts_each_object_once(stage: Stage, command: s
         assert not puts
 
 
-@pytest.mark.sampled(120)
+@pytest.mark.sampled(440)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("fault", Fault)
 @pytest.mark.parametrize("command", COMMANDS)
@@ -234,7 +234,7 @@ def test_a_fault_of_any_request(
         laid.close()
 
 
-@pytest.mark.sampled(48)
+@pytest.mark.sampled(120)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("fault", LASTING)
 @pytest.mark.parametrize("command", COMMANDS)
@@ -285,7 +285,7 @@ def rival_of(laid: Laid) -> Iterator[Callable[[str, tuple[int, int]], MstoreErro
         direct.close()
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.rest
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("branch", ["more", "tuned"])
 @pytest.mark.parametrize("is_stale", [False, True], ids=["fresh", "stale"])
@@ -323,7 +323,7 @@ def test_another_push_before_any_request(
         laid.close()
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.rest
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("command", ["second", "fetch", "pull"])
 @pytest.mark.usefixtures("soon")

@@ -127,6 +127,7 @@ def test_moves_of_the_last_days_keep_what_they_name(place: Kept) -> None:
     assert set(place.state().refs()) == {"a"}
 
 
+@pytest.mark.rest
 def test_a_push_revives_a_condemned_pack(place: Kept) -> None:
     """Who needs a condemned pack makes it live again, and sends nothing."""
     place.keeper.push(REMOTE, delete=["b"])
@@ -138,6 +139,7 @@ def test_a_push_revives_a_condemned_pack(place: Kept) -> None:
     place.cloned(["a", "b"])
 
 
+@pytest.mark.rest
 def test_a_deleted_name_never_comes_back(place: Kept) -> None:
     """What was in a deleted pack is sent again in another one."""
     place.keeper.push(REMOTE, delete=["b"])
@@ -172,6 +174,7 @@ def test_a_pack_that_no_root_names_gets_a_row_first(place: Kept) -> None:
     assert pack_name(stray) not in place.names("packs/")
 
 
+@pytest.mark.rest
 def test_a_push_that_was_killed_goes_on_after_a_gc(
     place: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +196,7 @@ def test_a_push_that_was_killed_goes_on_after_a_gc(
     place.cloned(["a", "b", "c"])
 
 
+@pytest.mark.rest
 def test_and_is_sent_again_if_the_gc_deleted_it(
     place: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +230,7 @@ def _between(monkeypatch: pytest.MonkeyPatch, kind: str, act: Callable[[], objec
     monkeypatch.setattr(SharedDirectory, "swap_root", first)
 
 
+@pytest.mark.rest
 def test_a_push_between_reading_and_condemning(
     place: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +243,7 @@ def test_a_push_between_reading_and_condemning(
     place.cloned(["a", "b"])
 
 
+@pytest.mark.rest
 def test_a_gc_that_is_overtaken_reads_nothing_twice(
     place: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +277,7 @@ def test_a_gc_that_is_overtaken_reads_nothing_twice(
     place.cloned(["a", "b", "c"])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("command", "kind", "call", "number"),
     [
@@ -350,6 +357,7 @@ def test_a_gc_that_is_killed_before_it_deletes(
     assert len(place.names("packs/")) == 1
 
 
+@pytest.mark.rest
 def test_tables_are_joined(place: Kept) -> None:
     """Tables of many pushes become few objects, and every pack is still found."""
     for number in range(18):
@@ -371,6 +379,7 @@ def test_a_dry_run_changes_nothing(place: Kept) -> None:
     assert after == before
 
 
+@pytest.mark.rest
 def test_a_dry_run_joins_no_tables(place: Kept) -> None:
     """It counts the tables that a run would join, and puts nothing at the remote."""
     for number in range(18):
@@ -433,6 +442,7 @@ def test_a_remote_never_goes_back(place: Kept) -> None:
         place.keeper.fetch(REMOTE)
 
 
+@pytest.mark.rest
 def test_a_fetch_that_a_gc_overtakes_reads_the_root_again(
     place: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:

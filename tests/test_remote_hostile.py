@@ -117,6 +117,7 @@ def hostile() -> Iterator[Hostile]:
         yield Hostile(place)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kind", LISTS)
 def test_lists_that_say_anything(hostile: Hostile, kind: str, part: int) -> None:

@@ -16,6 +16,8 @@ from test_remote_kill import kill_at
 from mstore import Store
 from mstore.remotes import bucket
 
+pytestmark = pytest.mark.rest
+
 __all__ = ["soon", "stage"]
 
 

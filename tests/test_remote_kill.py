@@ -23,6 +23,8 @@ from mstore import Store
 from mstore.blocks.packs import read_footer
 from mstore.terms.errors import MstoreError
 
+pytestmark = pytest.mark.rest
+
 __all__ = ["stage"]
 
 

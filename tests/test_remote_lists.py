@@ -53,6 +53,7 @@ def row(draw: random.Random) -> SnapshotRow:
     return SnapshotRow(bytes([draw.randrange(60)]) * 32, draw.randbytes(32), draw.random() < 0.5)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(8))
 def test_changes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever rows are put and removed, the lists hold them in order, few enough in each."""

@@ -339,7 +339,7 @@ ACTS: tuple[Act, ...] = (
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(12))
 def test_stories(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever three stores do with one remote, nothing is lost, and refs are as the rules say."""

@@ -63,6 +63,7 @@ def test_tables_are_read_several_at_once(remote: Remote, monkeypatch: pytest.Mon
     check_all_is_known(remote, RemotePlaces(remote, remote.state()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kept", [1, places._KEPT], ids=["one-by-one", "together"])
 def test_a_read_that_fails(remote: Remote, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several requests for tables one fails: its error is raised, the segments are sound, and

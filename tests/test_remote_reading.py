@@ -42,6 +42,7 @@ def _read_all(url: str, directory: Path) -> None:
     assert files_of(directory / "out") == files_of(directory / "tuned")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["moto", "gcs"])
 def test_a_reader_writes_nothing(
     kind: str,

@@ -60,6 +60,7 @@ def test_a_push(moto: servers.Server, tmp_path: Path, monkeypatch: pytest.Monkey
         assert check(delete=["v1"]) == 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [0, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES])
 def test_parts(size: int, moto: servers.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large object takes a request for each part, and two more."""

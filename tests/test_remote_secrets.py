@@ -94,7 +94,7 @@ def echoing() -> Iterator[tuple[Heard, str]]:
     """A server that answers as it is told, with all that it was sent; and its address."""
     heard = Heard()
     server = QuietServer(("127.0.0.1", 0), type("Echo", (_Echo,), {"heard": heard}))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield heard, f"http://127.0.0.1:{server.server_port}"
@@ -142,8 +142,12 @@ PUBLIC = ("AWS_ENDPOINT_URL", "AWS_REGION", "GOOGLE_BASE_URL")
 PUBLIC += ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT")
 
 
+PIECE = 1 << 10
+"""Bytes of a part here."""
+
+
 def _parts() -> Iterator[bytes]:
-    yield from [bytes(9 << 20)] * 2
+    yield from [bytes(PIECE + 1)] * 2
 
 
 CALLS: Mapping[str, Callable[[Objects], object]] = {
@@ -156,14 +160,14 @@ CALLS: Mapping[str, Callable[[Objects], object]] = {
     "size": lambda objects: objects.size("lists/1"),
     "time": lambda objects: objects.time_ns("lists/1"),
     "put": lambda objects: objects.put_bytes("lists/1", b"1"),
-    "put parts": lambda objects: objects.put("packs/1", 18 << 20, _parts()),
+    "put parts": lambda objects: objects.put("packs/1", 2 * PIECE + 2, _parts()),
     "list": lambda objects: list(objects.names("lists/")),
     "remove": lambda objects: objects.remove("lists/1"),
 }
 
 
 def _quick(patch: pytest.MonkeyPatch) -> None:
-    """Let obstore try once more, at once."""
+    """Let obstore try once more, at once, and cut small parts."""
     soon = timedelta(milliseconds=1)
     tries = {
         "max_retries": 1,
@@ -171,6 +175,7 @@ def _quick(patch: pytest.MonkeyPatch) -> None:
         "backoff": {"init_backoff": soon, "max_backoff": soon, "base": 2},
     }
     patch.setattr(bucket, "_TRIES", tries)
+    patch.setattr(bucket, "PIECE_BYTES", PIECE)
 
 
 def _failures(objects: Objects) -> dict[str, MstoreError]:
@@ -195,7 +200,7 @@ def _opened(provider: str, server: str, patch: pytest.MonkeyPatch) -> tuple[Buck
     return bucket.connect(url, {}), hidden
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_no_error_shows_what_was_sent(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the server answers, and whatever was asked: the text, the notes, the chain and the
@@ -222,6 +227,7 @@ def test_no_error_shows_what_was_sent(provider: str, monkeypatch: pytest.MonkeyP
             assert {name for one, name in failed if one == mode} == set(CALLS), mode
 
 
+@pytest.mark.rest
 def test_no_error_of_a_web_server_shows_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor the address of a request: as for buckets, whatever the server answers to a read."""
     _quick(monkeypatch)

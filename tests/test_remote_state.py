@@ -63,6 +63,7 @@ def test_a_push_that_is_overtaken_waits_once(
     assert set(place.state().refs()) == {"first", "mine", "theirs-3", "theirs-4"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("below", ["lists", "sent"])
 def test_a_command_removes_no_file_that_another_writes(place: Place, below: str) -> None:
     """While a command of a store writes a list, or the table of a pack that it puts, another one

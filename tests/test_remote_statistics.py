@@ -14,7 +14,7 @@ import pytest
 from checkpoints import Tensor, safetensors_bytes
 from cli_runs import Program
 from exchanges import REMOTE, Place, place, placed, refs
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from proof_models import write_files
 
@@ -80,6 +80,7 @@ def _plan(
     return store.plan(request, allow_noop=True, threads=1, progress=progress)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("density", DENSITIES)
 def test_a_clone_plans_without_reading_weights(family: Place, density: float) -> None:
     """At usual densities, any budget gives the same plan in a clone, and nothing is measured."""
@@ -100,6 +101,7 @@ def test_other_densities_are_looked_for(family: Place) -> None:
     assert _plan(family.open("clone"), 0.37, 0.5).analyze_bytes_read > 0
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("what", ["thresholds", "statistics"])
 def test_planning_says_beforehand_what_it_reads(
     family: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -187,6 +189,7 @@ def test_statistics_go_with_their_snapshot(place: Place) -> None:
     assert not store.remote_fsck(REMOTE, read_data=True).problems
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
 def test_damage_is_told(place: Place, how: str) -> None:
     """Damaged statistics stop a fetch with their name; fsck names damaged and missing ones."""
@@ -292,6 +295,7 @@ def test_an_object_must_match_its_name() -> None:
 _VALUES = st.sampled_from([0.0, 0.5, -0.5, 1.0, 1.0 + 2**-7, -1.0 - 2**-7, 3.0, float("nan")])
 
 
+@settings(max_examples=10)
 @given(st.lists(st.tuples(_VALUES, _VALUES), min_size=1, max_size=40), st.booleans())
 @example([(1.0, -1.0 - 2**-7), (1.0, -1.0 - 2**-7), (1.0, 3.0)], False)
 def test_usual_thresholds_are_what_sorting_finds(

@@ -161,6 +161,7 @@ def test_every_block_is_healed_from_another_store(root: Path) -> None:
     assert contents(root / "store") == before
 
 
+@pytest.mark.rest
 def test_every_added_block_is_healed_from_checkpoints(root: Path) -> None:
     """The directories that were added give back what they have, cut as add cuts it."""
     before = contents(root / "other")
@@ -195,6 +196,7 @@ def contents_but(path: Path, *refs: str) -> dict[SnapshotId, dict[str, bytes]]:
     return found
 
 
+@pytest.mark.rest
 def test_what_has_no_copy_is_dropped_and_comes_back_with_good_files(root: Path) -> None:
     """Damage, repair without a copy, add the same files again: everything is exact."""
     before = contents(root / "other")
@@ -243,6 +245,7 @@ def break_table(path: Path) -> None:
     flip(path, struct.unpack_from("<Q", data, len(data) - 64)[0])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("which", [0, -1])
 @pytest.mark.parametrize("damage", [Path.unlink, truncate, break_table])
 def test_a_damaged_pack_is_healed_and_condemned(
@@ -290,6 +293,7 @@ def test_a_row_that_lies_is_healed_from_its_own_pack(root: Path) -> None:
     assert contents(root / "store") == before
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", [k for k in Kind if k != Kind.BLOCK])
 def test_broken_records_are_healed_by_id(root: Path, kind: Kind) -> None:
     """Each kind of record is taken from another store, broken or without a row."""
@@ -383,6 +387,7 @@ def test_a_lie_in_another_store_is_not_taken(root: Path) -> None:
     assert report.healed == ()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.rest)])
 def test_failing_at_any_step_leaves_the_store_no_worse(
     few: Path, tmp_path: Path, half: int
@@ -427,6 +432,7 @@ def test_failing_at_any_step_leaves_the_store_no_worse(
     assert at > 10
 
 
+@pytest.mark.rest
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_random_damage_is_healed_from_an_intact_copy(
@@ -489,6 +495,7 @@ def drop_blocks(root: Path) -> None:
         assert store.repair(read_data=True).dropped
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("given", [True, False])
 def test_adding_again_heals(root: Path, given: bool) -> None:
     """With a damaged base, named or found, good files are added, and are whole again."""

@@ -58,6 +58,7 @@ def pushed(a: Store, key: SigningKey, name: str = "x") -> None:
     a.push(REMOTE, [name])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verb", ["fetch", "pull"])
 def test_unsigned_is_refused(place: Place, a: Store, verb: str) -> None:
     """What nobody signed does not come: the error names ref, snapshot and next step; no ref moved,
@@ -81,6 +82,7 @@ def test_unsigned_is_refused(place: Place, a: Store, verb: str) -> None:
     sound(b)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verb", ["fetch", "pull"])
 def test_an_untrusted_key_is_refused(place: Place, a: Store, verb: str) -> None:
     """A signature of an unknown key does not count, whoever it claims to be; the error names the
@@ -111,6 +113,7 @@ def _of_a_note(a: Store) -> Note:
     return signature(note.note, id, FRIEND)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("made", [_forged, _of_a_note])
 def test_what_signs_nothing(place: Place, a: Store, made: Callable[[Store], Note]) -> None:
     """A bad signature in the name of a trusted key is none, and one of a note is none of its

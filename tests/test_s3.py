@@ -279,7 +279,7 @@ def wanted(every: list[str], prefix: str, delimiter: str, after: str) -> list[st
     return sorted(one for one in found if one > after)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_listing_is_that_of_s3(server: Served, data: st.DataObject) -> None:
     """For any prefix, delimiter and start, also such that cut names of refs and ids, a listing has

@@ -117,6 +117,7 @@ def program(name: str, package: str) -> str:
     return found
 
 
+@pytest.mark.sampled(2)
 def test_obstore(server: Served, root: Path, below: str) -> None:
     """obstore lists, reads ranges and whole files, and is refused when it writes."""
     bucket = bucket_of(server)
@@ -167,7 +168,7 @@ def test_rclone(server: Served, root: Path, below: str, tmp_path: Path) -> None:
     run([rclone, "check", "--download", there, here], server, tmp_path, more)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 def test_runai_model_streamer(server: Served, root: Path, below: str, tmp_path: Path) -> None:
     """runai-model-streamer, by which vLLM and SGLang read `s3://`, finds a model's files and
     streams its tensors."""
@@ -191,6 +192,7 @@ def test_runai_model_streamer(server: Served, root: Path, below: str, tmp_path: 
     }
 
 
+@pytest.mark.rest
 def test_a_lazy_store(root: Path, tmp_path: Path) -> None:
     """A lazy store shows all keys, and brings what a client reads."""
     remote = (tmp_path / "remote").as_uri()

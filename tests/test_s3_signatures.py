@@ -11,7 +11,7 @@ import pytest
 from botocore.auth import S3SigV4Auth, S3SigV4QueryAuth, SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore.terms.errors import BadRequest
@@ -127,6 +127,7 @@ SIGNERS = [S3SigV4Auth, S3SigV4QueryAuth]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
+@settings(max_examples=30)
 @given(st.sampled_from(SIGNERS), TEXT, st.lists(st.tuples(TEXT, TEXT), max_size=3))
 def test_what_botocore_signs_is_accepted(
     signer: type[SigV4Auth], key: str, given: list[tuple[str, str]]

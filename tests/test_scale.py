@@ -96,7 +96,7 @@ def test_every_method_has_a_case() -> None:
     assert [name for name in METHODS if not find(name).is_scaled] == ["passthrough"]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("method", SCALED)
 def test_it_goes_on_from_the_base(method: str, place: Place) -> None:
     """The result is base + scale * (result - base), within the rounding of float32, element by
@@ -118,7 +118,7 @@ def test_it_goes_on_from_the_base(method: str, place: Place) -> None:
                 assert np.array_equal(found[name][still], whole[name][still]), (name, scale)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("method", SCALED)
 def test_one_is_as_none(method: str, place: Place) -> None:
     """With scale 1 a plan is the plan without it, by its id, and so is the result."""
@@ -138,7 +138,7 @@ def _given(method: str) -> tuple[dict[str, Any], list[float]]:
     return parameters, [1.0] * count
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("method", SCALED)
 def test_zero_is_the_base(method: str, place: Place) -> None:
     """With scale 0 no expert is read for the result, which is the base; a plan says why, unless it
@@ -155,7 +155,7 @@ def test_zero_is_the_base(method: str, place: Place) -> None:
         assert np.array_equal(families.bits(np.asarray(found)), families.bits(own)), name
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.rest
 @pytest.mark.parametrize("method", SCALED)
 def test_the_error_is_scaled(method: str, place: Place) -> None:
     """What a plan says of its error is that without a scale, times the magnitude of the scale; the
@@ -338,6 +338,7 @@ def test_a_recipe_without_a_base_has_none(place: Place) -> None:
         place.store.recipe("average")
 
 
+@pytest.mark.rest
 def test_what_was_made_without_it_is_not_taken(place: Place) -> None:
     """Memo rows of a merge without a scale are not those of one with it, nor of another scale."""
     found = [

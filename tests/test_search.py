@@ -189,6 +189,7 @@ def test_the_winner(place: Path) -> None:
         assert len(again.shown) == 1
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("jobs", "trials"), [(1, 3), (3, 6)])
 def test_the_same_seed_gives_the_same(jobs: int, trials: int, place: Path) -> None:
     """Whichever of several trials is done first, equal seeds and jobs give equal trials; those that
@@ -206,6 +207,7 @@ def test_the_same_seed_gives_the_same(jobs: int, trials: int, place: Path) -> No
         assert first.plan == again.plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("sampler", "jobs", "seed"), [("tpe", 1, 0), ("cmaes", 2, 1), ("greedy-soup", 2, 2)]
 )
@@ -231,6 +233,7 @@ def test_interrupted_and_typed_again(sampler: str, jobs: int, seed: int, place: 
         assert candidates(store) == []
 
 
+@pytest.mark.rest
 def test_more_trials_of_the_same_search(place: Path) -> None:
     """With more trials a search goes on; without, it only reports again."""
     with Store.open(place / "store") as store:
@@ -243,6 +246,7 @@ def test_more_trials_of_the_same_search(place: Path) -> None:
         assert scores_of(more) == scores_of(search(store, Eyes(place, store), "new"))
 
 
+@pytest.mark.rest
 def test_another_search_under_the_name(place: Path) -> None:
     """Another recipe, sampler, seed or command under a name is refused; restart forgets."""
     with Store.open(place / "store") as store:
@@ -263,6 +267,7 @@ def test_another_search_under_the_name(place: Path) -> None:
         assert again.resumed == 0
 
 
+@pytest.mark.rest
 def test_a_plan_is_tried_once(place: Path) -> None:
     """A choice whose plan was tried gets that score, and nothing runs."""
     with Store.open(place / "store") as store:
@@ -285,6 +290,7 @@ def kept_bytes(store: Store) -> int:
     return sum(one.stat().st_size for one in files if one.is_file())
 
 
+@pytest.mark.rest
 def test_trials_share_what_they_compute(place: Path) -> None:
     """What several trials have in common is computed twice at most, and then read; what one alone
     has is written nowhere."""
@@ -317,6 +323,7 @@ def test_trials_share_what_they_compute(place: Path) -> None:
         assert kept_bytes(store) == 0
 
 
+@pytest.mark.rest
 def test_the_best_so_far_can_be_seen(place: Path) -> None:
     """While a search goes on, a candidate names the best merge so far, and no other trial's."""
     with Store.open(place / "store") as store:
@@ -345,6 +352,7 @@ def failing(numbers: set[int]) -> list[str]:
     return [sys.executable, "-c", program, "{}"]
 
 
+@pytest.mark.rest
 def test_trials_that_fail(place: Path) -> None:
     """A trial that fails has no score, and the search goes on; if nothing has one, it stops."""
     with Store.open(place / "store") as store:
@@ -432,6 +440,7 @@ def many_trials(count: int, numbers: int = 3) -> dict[str, Any]:
     )
 
 
+@pytest.mark.rest
 def test_the_note_of_many_trials() -> None:
     """The note of a search has room for the best of any number of trials."""
     told = many_trials(10_000)
@@ -450,6 +459,7 @@ def page_of(store: Store, name: str) -> str:
     return report_page.snapshot_page(gather.snapshot_summary(store, name))
 
 
+@pytest.mark.rest
 def test_the_page_of_a_winner(place: Path) -> None:
     """The page shows the trials: the best so far, each number, and the table, the best first."""
     with Store.open(place / "store") as store:
@@ -496,6 +506,7 @@ def test_the_page_of_a_winner(place: Path) -> None:
             assert {one.score for one in told.trials} == {one.score for one in found.trials}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "change",
     [
@@ -517,6 +528,7 @@ def test_a_note_that_is_none(change: dict[str, Any], place: Path) -> None:
         assert gather.snapshot_summary(store, "e0", measure=False).search is None
 
 
+@pytest.mark.rest
 def test_the_page_of_many_trials(place: Path) -> None:
     """However many trials a note tells, the page stays small."""
     with Store.open(place / "store") as store:

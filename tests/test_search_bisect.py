@@ -105,6 +105,7 @@ def is_negative(store: Store) -> Callable[[str], bool]:
     return lambda shown: bool(store[shown].load()["model.norm.weight"][0] < 0)
 
 
+@pytest.mark.rest
 def test_over_time_by_hand(grown: Path) -> None:
     """Marks lead to the first bad position in five steps, from any process."""
     with Store.open(grown / "store") as store:
@@ -161,6 +162,7 @@ def command(tmp_path: Path, *statuses: int) -> list[str]:
     return [*PYTHON, str(tmp_path / "counter.py"), tried, "{}", *map(str, statuses)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("statuses", "runs"),
     [((128,), 1), ((255,), 1), ((0, 130), 2), ((126, 126), 2), ((127, 127), 2)],
@@ -177,6 +179,7 @@ def test_statuses_that_stop(
         store.bisect_reset()
 
 
+@pytest.mark.rest
 def test_statuses_that_answer(grown: Path, tmp_path: Path) -> None:
     """A first 127 counts as bad if what is good gives another; 1 is bad, 125 skips, 0 is good."""
     with Store.open(grown / "store") as store:
@@ -195,6 +198,7 @@ def test_statuses_that_answer(grown: Path, tmp_path: Path) -> None:
         store.bisect_reset()
 
 
+@pytest.mark.rest
 def test_the_same_call_goes_on(grown: Path, tmp_path: Path) -> None:
     """`bisect_run` goes on where it stopped, with no mark twice; another bisection is refused, and
     without what is good the hint says which option names it, and what lists the positions."""
@@ -291,6 +295,7 @@ def test_a_noise_expert_of_eight(tmp_path: Path) -> None:
         assert not store.fsck(read_data=True).problems
 
 
+@pytest.mark.rest
 def test_a_noise_layer_of_256(tmp_path: Path) -> None:
     """A layer of one expert among 256 is found by 14 probes; alone it is bad, the rest is good."""
     with merged(tmp_path, 17, layers=32) as store:
@@ -310,6 +315,7 @@ def test_a_noise_layer_of_256(tmp_path: Path) -> None:
         assert report.probes <= 9
 
 
+@pytest.mark.rest
 def test_layers_that_are_bad_only_together(tmp_path: Path) -> None:
     """Two layers that are bad only together are found together."""
     with merged(tmp_path, 0, 3) as store:
@@ -320,6 +326,7 @@ def test_layers_that_are_bad_only_together(tmp_path: Path) -> None:
         assert report.rest == "good"
 
 
+@pytest.mark.rest
 def test_a_base_that_is_bad_itself(tmp_path: Path) -> None:
     """If nothing makes it good, the base is tried, too, and the error names it."""
     with merged(tmp_path, experts=3) as store:
@@ -333,6 +340,7 @@ def test_a_base_that_is_bad_itself(tmp_path: Path) -> None:
         assert len(probes) < 12
 
 
+@pytest.mark.rest
 def test_nothing_is_to_blame(tmp_path: Path) -> None:
     """A merge that is good blames nobody, and so does a command that never judges; no note."""
     with merged(tmp_path, experts=3) as store:
@@ -355,6 +363,7 @@ def test_nothing_is_to_blame(tmp_path: Path) -> None:
             store.bisect_run("m", ["true", "{}"], good=["m~1"])
 
 
+@pytest.mark.rest
 def test_the_finest_finding_counts(tmp_path: Path) -> None:
     """What a coarser search finds later does not hide the layer of an expert; the report page
     begins with it, and its notes are words."""
@@ -397,6 +406,7 @@ def test_a_log_that_is_none(tmp_path: Path) -> None:
             store.bisect_status()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("stop_at", [1, 5])
 def test_killed_and_typed_again(stop_at: int, tmp_path: Path) -> None:
     """After kill -9 the same line goes on with the marks, and finds the same."""

@@ -35,6 +35,7 @@ def merge(store: Store, **request: object) -> None:
     store.merge(plan, name="m", allow_noop=True, message=str(request.get("method", "")))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("request_", "told"),
     [

@@ -61,6 +61,7 @@ def peak(*best: float) -> Score:
 RANGES = ("{min: 0, max: 1}", "{min: 0.01, max: 1, log: true}", "{min: -1, max: 1, step: 0.25}")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("jobs", [1, 3])
 @pytest.mark.parametrize("name", ["tpe", "cmaes", "grid"])
 def test_equal_answers_lead_to_equal_choices(name: str, jobs: int) -> None:

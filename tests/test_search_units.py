@@ -52,6 +52,7 @@ def planned(store: Store, family: families.Family, method: str, names: list[str]
     return store._catalog.record(Plan, id)
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_left_out_is_the_base(

@@ -159,7 +159,7 @@ def pack(number: int) -> PackId:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(changes=CHANGES)
 def test_rows_are_those_of_a_dict(changes: list[Any]) -> None:
     """After packs are added and dropped, each row is found in every way, in order, and no other;
@@ -187,6 +187,7 @@ def test_rows_are_those_of_a_dict(changes: list[Any]) -> None:
         assert len(names) == len(of.sizes()) + 2
 
 
+@pytest.mark.rest
 def test_many_rows(directory: Path) -> None:
     """Rows on many pages, added pack by pack and at once, are found; few segments have them."""
     tables = {pack(number): entries(40, number) for number in range(12)}
@@ -348,6 +349,7 @@ def flipped(content: bytes, of_padding: int) -> list[int]:
     return [at for at in range(len(content)) if at not in left_out]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("bits", "of_padding"),
     [
@@ -618,6 +620,7 @@ def before_change(directory: Path) -> dict[PackId, PackTable]:
     return tables
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("change", list(CHANGE))
 def test_a_power_loss_leaves_rows_of_before_or_after(tmp_path: Path, change: str) -> None:
     """Whatever a power loss leaves at any step of a change, the rows are those of before it or of
@@ -687,6 +690,7 @@ def test_a_power_loss_after_a_list_that_was_not_synced(tmp_path: Path) -> None:
         shutil.rmtree(place)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", list(CHANGE))
 def test_a_failed_step_leaves_rows_of_before_or_after(tmp_path: Path, change: str) -> None:
     """If any step of a change fails, the change is an error, the rows are those of before it or
@@ -726,6 +730,7 @@ def test_a_failed_step_leaves_rows_of_before_or_after(tmp_path: Path, change: st
     assert steps > 10
 
 
+@pytest.mark.rest
 def test_a_reader_stays_while_others_change(directory: Path) -> None:
     """What a reader has open answers as before while segments are replaced and removed."""
     tables = before_change(directory)

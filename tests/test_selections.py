@@ -318,6 +318,7 @@ def same_everywhere(store: Store, request: MergeRequest, wanted: dict[str, np.nd
     assert again.manifest == store["whole"].manifest
 
 
+@pytest.mark.rest
 def test_a_package_asks_for_companions_that_are_facts(
     family: tuple[Store, dict[str, np.ndarray]],
 ) -> None:
@@ -363,6 +364,7 @@ def test_a_package_asks_for_companions_that_are_facts(
             store.plan(asking("traced", **given))
 
 
+@pytest.mark.rest
 def test_a_package_asks_for_companions_that_are_read(
     family: tuple[Store, dict[str, np.ndarray]],
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_family_of_fine_tunes_draws_no_warning(store: Store) -> None:
     assert report.findings == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties", "dare_linear", "slerp"])
 def test_noise_is_named(method: str, store: Store) -> None:
     """An expert that moved as far as the base is long is named, by plan and merge, and by no
@@ -101,6 +102,7 @@ def test_further_than_all_others(store: Store) -> None:
     assert plan(store, [*[(name, 0.0) for name in FINE], "further"]) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("experts", "options", "named"),
     [
@@ -192,6 +194,7 @@ def test_an_adapter_out_of_scale(tmp_path: Path) -> None:
     assert [(one.kind, one.expert) for one in found] == [(warnings.FAR, "large")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_can_be_asked(method: str, store: Store) -> None:
     """Warnings follow from statistics for each method, and stop none."""

@@ -432,6 +432,7 @@ def test_what_is_no_request(server: Served, request_bytes: bytes) -> None:
 # -- many clients ------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_nobody_waits_for_a_client_that_takes_nothing(server: Served, root: Path) -> None:
     """While eight clients take nothing of their answers, twenty others get theirs; and when the
     eight go on, theirs are whole."""
@@ -455,6 +456,7 @@ def test_nobody_waits_for_a_client_that_takes_nothing(server: Served, root: Path
             client.close()
 
 
+@pytest.mark.rest
 def test_nothing_is_read_for_a_client_without_room(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +519,7 @@ def test_one_piece_waits_and_one_is_sent() -> None:
     asyncio.run(answered())
 
 
+@pytest.mark.rest
 def test_a_hold_waits_for_who_may_not_have_seen_it(tmp_path: Path) -> None:
     """A snapshot without a ref may be in the course of being collected: its bytes are sent once
     that is published."""
@@ -562,6 +565,7 @@ def wait_until(condition: Any) -> None:
     raise AssertionError("it never came true")
 
 
+@pytest.mark.rest
 def test_a_client_that_takes_nothing_is_dropped(root: Path) -> None:
     """Who takes nothing of an answer, or sends no whole request, loses the connection."""
     with served(root / "store", timeout=1.0) as server:
@@ -739,6 +743,7 @@ def test_a_short_read_is_never_sent(root: Path, monkeypatch: pytest.MonkeyPatch)
         assert body == (root / "one" / "noise.dat").read_bytes()[: 2 * PIECE]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
@@ -856,6 +861,7 @@ def test_long_directories_are_made_like_documents(
     assert [one.status for one in again] == [200, 200, 307, 404]
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 def test_curl_resumes(server: Served, root: Path, tmp_path: Path) -> None:
     """Four curls at once, each stopped and resumed, end with the whole file."""

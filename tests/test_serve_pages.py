@@ -321,6 +321,7 @@ def test_a_card_is_text(server: Served) -> None:
     assert "\\u202egnp.exe" in page.text
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "piece",
     ["[", "*a", "[a](b", "_a ", "> \n", "- a\n", "a|b\n-|-\n", "`a", "![a", "# ", "#", "\\"],
@@ -534,6 +535,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+@pytest.mark.rest
 def test_a_second_look_computes_nothing(
     own: Served, computed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -561,6 +563,7 @@ def test_a_second_look_computes_nothing(
     assert len(computed) == 5
 
 
+@pytest.mark.rest
 def test_kept_reports_have_a_limit(
     own: Served, computed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -715,6 +718,7 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         yield found
 
 
+@pytest.mark.rest
 @needed
 def test_a_browser_shows_the_pages(server: Served, browser: Browser) -> None:
     """In a browser no page has an error, asks anybody else, runs a name, or is wider than it."""
@@ -736,6 +740,7 @@ def test_a_browser_shows_the_pages(server: Served, browser: Browser) -> None:
     assert outside == []
 
 
+@pytest.mark.rest
 @needed
 def test_rows_go_while_one_types(server: Served, browser: Browser) -> None:
     """While one types into the search field, rows that do not match are hidden, and come back."""

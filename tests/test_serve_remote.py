@@ -272,7 +272,7 @@ def _listening(other: str) -> Iterator[tuple[str, list[str | None]]]:
     heard: list[str | None] = []
     kind = type("Handler", (_Heard,), {"other": other, "heard": heard})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}", heard
@@ -405,6 +405,7 @@ def test_an_object_of_a_root_that_was_read_before(store: Store, remote: StoreRem
         assert other.size(name) == remote.size(name)
 
 
+@pytest.mark.rest
 def test_a_store_put_back_from_a_backup_is_not_mistaken(store: Store, tmp_path: Path) -> None:
     """A client notices that a served store went back, and takes nothing from it."""
     store.backup(tmp_path / "backup")
@@ -455,6 +456,7 @@ def test_a_damaged_pack_harms_only_what_needs_it(store: Store, tmp_path: Path) -
     same(tmp_path / "to", "new", tmp_path / "in" / "new")
 
 
+@pytest.mark.rest
 def test_what_a_pack_has_beyond_the_needed_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

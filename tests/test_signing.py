@@ -85,6 +85,7 @@ def allowed(keys: Path, *names: str, options: str = "") -> bytes:
 # -- keys ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("make", [ssh_key, pem_key])
 @pytest.mark.parametrize("passphrase", ["", PASSPHRASE])
 def test_keys_of_both_programs_sign(

@@ -71,6 +71,7 @@ def pytest_on(program: str, directory: Path, *options: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("workers", [0, 1])
 def test_no_test_ends_the_run_in_silence(workers: int, tmp_path: Path) -> None:
     """Each call that would end pytest, or a worker of it, or the process above, fails its test
@@ -118,6 +119,7 @@ def test_xdist_may_end_a_worker() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
+@pytest.mark.rest
 def test_who_is_ended_says_where(tmp_path: Path) -> None:
     """A run that somebody ends names the tests that ran, and those that had failed."""
     (tmp_path / "test_ends.py").write_text(

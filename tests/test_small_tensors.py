@@ -98,7 +98,7 @@ def merged(store: Store, method: str, budget: str | None) -> tuple[str, Manifest
     return str(plan.plan), done.manifest, done.expert_bytes_read
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("budget", [None, "50%"])
 @pytest.mark.parametrize("method", METHODS)
 def test_together_as_alone(
@@ -268,6 +268,7 @@ class _Full:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", ["add", "merge"])
 def test_a_full_disk_in_a_batch_leaves_nothing(step: str, written: Path, tmp_path: Path) -> None:
     """No space at any write of an add or a merge of many small tensors: nothing is published,

@@ -83,6 +83,7 @@ def test_readers_never_wait_for_a_writer(tmp_path: Path) -> None:
         assert store.fsck(read_data=True).problems == ()
 
 
+@pytest.mark.rest
 def test_a_mount_never_waits_for_a_writer(tmp_path: Path) -> None:
     """The same for reads through a mount that is made meanwhile."""
     from mstore.terms.errors import Unavailable

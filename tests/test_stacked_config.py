@@ -172,6 +172,7 @@ KINDS = (
 )
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kinds", [KINDS, pytest.param((), marks=pytest.mark.slow)])
 def test_the_configs_of_transformers_are_known(kinds: tuple[str, ...]) -> None:
     """Of every list in transformers with an entry for each layer, the table knows the name; but of

@@ -82,6 +82,7 @@ CASES: list[tuple[tuple[int, int, int], ...]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layers", CASES)
 def test_a_stack_is_its_layers(
     store: Store, tmp_path: Path, layers: tuple[tuple[int, int, int], ...]

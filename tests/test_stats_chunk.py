@@ -46,6 +46,7 @@ def _spread(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> tuple[flo
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("likeness", [-0.8, -0.5, 0.0, 0.8, 0.99])
 def test_cosines_are_estimated_without_bias(likeness: float) -> None:
     """Over 200 chunks the mean error is within 4 standard errors of none, the spread as stated."""

@@ -92,6 +92,7 @@ def test_any_rows_and_bins_survive(raw: list[bytes], occupied: dict[int, tuple[i
     assert DeltaTable.decode(table.encode()) == table
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("relative", [1e-1, 1e-3])
 def test_tables_of_large_tensors_are_a_thousandth(relative: float) -> None:
     """A bf16 tensor of 8 MiB in chunks of 1 MiB has a table of at most 0.1 % of its bytes."""

@@ -27,7 +27,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     codec=st.sampled_from(Policy),
     days=st.integers(0, MAX_REFLOG_DAYS),

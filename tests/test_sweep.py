@@ -31,7 +31,7 @@ def asked(place: Place, method: str) -> dict[str, Any]:
     return models | {"method": method, "parameters": parameters}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("method", METHODS)
 def test_points_are_plans(method: str, place: Place) -> None:
     """Each point costs and promises to the byte what the plan with that budget does, and the merge

@@ -70,6 +70,7 @@ def test_a_value_comes_back(what: str, data: st.DataObject) -> None:
         assert encoded.startswith(made.begin(value[:1]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", sorted(FORMS.keys() - {"text", "ids"}))
 @given(noise=st.binary(max_size=60))
 def test_other_bytes_are_no_value(what: str, noise: bytes) -> None:

@@ -410,7 +410,7 @@ EACH: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("method", EACH)
 def test_each_expert_may_have_its_own_values(family: Family, method: str) -> None:
     """A parameter may have a value for each expert: merged, replayed, exported, explained."""
@@ -434,6 +434,7 @@ def test_each_expert_may_have_its_own_values(family: Family, method: str) -> Non
     assert sum(share.share or 0 for share in blamed.experts) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["breadcrumbs", "dare_linear"])
 def test_a_bound_counts_each_density(family: Family, method: str) -> None:
     """Under a budget, the certified bound holds where experts have densities of their own."""

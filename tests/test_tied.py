@@ -90,6 +90,7 @@ def heads_told(store: Store, *experts: str, **more: Any) -> list[str | None]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
 @pytest.mark.parametrize("head", ["both", "once"])
 def test_a_product_of_one_name_changes_the_tied_tensor(
@@ -129,6 +130,7 @@ def test_an_untied_base_has_two_tensors(store: Store, tmp_path: Path) -> None:
         merged(store, "lora", base="headless")
 
 
+@pytest.mark.rest
 def test_tensors_that_an_adapter_saved_whole(store: Store, tmp_path: Path) -> None:
     """Equal copies of both names are the tied tensor. A base that stores both takes copies that
     differ, or one alone, as PEFT does; a base that stores one refuses them and says what to do."""

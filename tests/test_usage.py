@@ -147,7 +147,7 @@ def compare(told: UsageReport, oracle: Oracle) -> None:
     assert told.live_bytes == oracle.stored(live)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(steps)
 def test_sums_add_up_and_agree_with_brute_force(history: list[Step]) -> None:
     """For any history: unique + shared = total; pairs, codecs, freed alone and freed together are
@@ -173,7 +173,7 @@ def test_sums_add_up_and_agree_with_brute_force(history: list[Step]) -> None:
             assert every.stored_bytes - len(every.refs) <= portions <= every.stored_bytes
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(steps, st.sets(st.sampled_from(NAMES)))
 def test_what_is_said_to_be_freed_is_what_gc_frees(history: list[Step], gone: set[str]) -> None:
     """Removing refs and collecting takes away exactly the block bytes that were foretold, and a dry

@@ -230,6 +230,7 @@ def is_refused(place: World, reader: User, store: Path, *words: str) -> None:
     assert everything(store) == before
 
 
+@pytest.mark.rest
 def test_another_users_store(place: World, carol: User, filled: Path) -> None:
     """Whoever may read the files of a store reads it, and mounts it, and leaves no trace; whoever
     may not write them is told so, whose it is, and how to go on."""
@@ -268,6 +269,7 @@ COMPLETION = (
 )
 
 
+@pytest.mark.rest
 def test_a_store_that_was_only_found(place: World, carol: User) -> None:
     """A store of another user that was found by looking upward is not used, by root neither, and
     completes nothing: the error names it, its owner and three ways to use it, and each works."""
@@ -315,6 +317,7 @@ def test_a_store_that_was_only_found(place: World, carol: User) -> None:
     assert "belongs to user root" in place.run(carol, "mstore refs", work).stdout
 
 
+@pytest.mark.rest
 def test_links_to_a_store_that_was_only_found(place: World, carol: User) -> None:
     """A .mstore that is a link is judged by who made the link, and by whose store it leads to; its
     format file likewise."""
@@ -353,6 +356,7 @@ def test_settings_of_another_user(place: World, carol: User) -> None:
     done(place, carol, f"{line} refs", at)
 
 
+@pytest.mark.rest
 def test_mounts_are_those_of_who_asks(place: World, carol: User) -> None:
     """`mounts` lists what the caller mounted; with --all, and for root, also what others did, and
     whose it is."""
@@ -490,6 +494,7 @@ def test_the_umask_and_a_setgid_directory_are_enough(place: World) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o444
 
 
+@pytest.mark.rest
 def test_a_home_that_cannot_be_written(place: World) -> None:
     """The whole transcript goes through where neither the home nor the program's directory can be
     written."""

@@ -432,6 +432,7 @@ def test_a_flipped_bit_is_never_returned(damaged: tuple[Store, BlockId], tmp_pat
     assert any(str(block) in f"{problem.where} {problem.what}" for problem in problems)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("method", ["linear", "ties"])
 def test_a_flipped_bit_stops_a_merge(

@@ -170,7 +170,7 @@ def fresh(store: Store, revision: str, *, limit: int = 64 << 20) -> SnapshotView
     return SnapshotView(store._catalog, store[revision].id, cache)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_virtual_merge_is_the_real_one(shared: Store, family: Path, kind: str) -> None:
     """Every file of a virtual merge, headers and configs too, is that of the real merge of the same
@@ -194,7 +194,7 @@ def test_a_virtual_merge_is_the_real_one(shared: Store, family: Path, kind: str)
     assert read == real.planned_expert_bytes > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["ties", "wider", "budget", "breadcrumbs on a budget", "slerp"])
 def test_random_access(shared: Store, kind: str) -> None:
     """Any range, in any order, from a cache too small for it, is that range of the real merge."""
@@ -236,7 +236,7 @@ def test_many_threads(store: Store, kind: str) -> None:
         assert all(stream.result() == wanted for stream in streams)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_remembered", [False, True])
 @pytest.mark.parametrize("kind", ["ties", "breadcrumbs", "breadcrumbs on a budget"])
 def test_backwards(store: Store, kind: str, *, is_remembered: bool) -> None:
@@ -366,6 +366,7 @@ def test_an_input_that_is_damaged(store: Store, tmp_path: Path) -> None:
     assert store.show("m").virtual
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("verify", "is_checked_again"), [("once", False), ("always", True)])
 def test_when_an_input_is_checked(
     verify: str,

@@ -62,7 +62,7 @@ def blocks_in(path: Path) -> list[Path]:
     return sorted(one for one in (path / "cache" / "blocks").rglob("*") if one.is_file())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["ties", "linear", "wider", "narrower", "dare_ties"])
 def test_a_later_process_computes_nothing(path: Path, kind: str) -> None:
     """What one process computed, the next one reads: the same bytes, and nothing of experts."""
@@ -73,6 +73,7 @@ def test_a_later_process_computes_nothing(path: Path, kind: str) -> None:
     assert read(path) == (wanted, 0)
 
 
+@pytest.mark.rest
 def test_another_merge_reads_what_is_the_same(path: Path) -> None:
     """A chunk that two virtual merges have in common is computed once for both."""
     made(path)
@@ -85,6 +86,7 @@ def test_another_merge_reads_what_is_the_same(path: Path) -> None:
         assert store._computing().first_expert_bytes == 0
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ["flipped", "cut", "longer", "empty", "another"])
 def test_what_is_not_the_block_is_computed_again(path: Path, how: str) -> None:
     """A file that was flipped, cut or replaced is no block: no reader gets a byte of it, it is
@@ -111,6 +113,7 @@ def test_what_is_not_the_block_is_computed_again(path: Path, how: str) -> None:
     assert read(path) == (wanted, 0)
 
 
+@pytest.mark.rest
 def test_without_a_row_nothing_is_believed(path: Path) -> None:
     """A block that the memo table does not name is computed, whatever is in the cache."""
     wanted = made(path)
@@ -121,7 +124,7 @@ def test_without_a_row_nothing_is_believed(path: Path) -> None:
     assert read(path) == (wanted, 0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["ties", "breadcrumbs", "wider"])
 def test_some_are_kept(path: Path, kind: str) -> None:
     """Where some blocks were removed, in any order of reading: the real bytes, and of experts no
@@ -146,6 +149,7 @@ def test_some_are_kept(path: Path, kind: str) -> None:
     assert read(path) == (wanted, 0)
 
 
+@pytest.mark.rest
 def test_a_gap_that_is_remembered_is_not_read(path: Path) -> None:
     """Where one block is missing, experts are read for it alone: the ties of the chunks before it
     are those of the memo table."""
@@ -177,6 +181,7 @@ def test_the_reader_has_its_bytes_first(path: Path) -> None:
     assert blocks_in(path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_a_disk_that_fails(path: Path, code: int, caplog: pytest.LogCaptureFixture) -> None:
     """On a full or failing disk blocks are not kept, and reads go on in silence."""
@@ -195,6 +200,7 @@ def test_a_disk_that_fails(path: Path, code: int, caplog: pytest.LogCaptureFixtu
     assert read(path) == (wanted, 0)
 
 
+@pytest.mark.rest
 def test_the_limit_holds(path: Path) -> None:
     """The cache never has more than its limit; 0 is no cache."""
     wanted = made(path)
@@ -218,6 +224,7 @@ def test_a_process_that_is_killed(path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert Memo(copied).has_outputs()
 
 
+@pytest.mark.rest
 def test_the_cache_is_nobodys_business(path: Path) -> None:
     """`fsck`, `reindex`, `gc` and a backup do not look at the cache; it may be deleted."""
     wanted = made(path)
@@ -257,6 +264,7 @@ assert not (Path(sys.argv[2]) / "cache").exists()
 """
 
 
+@pytest.mark.rest
 def test_who_may_only_read(path: Path) -> None:
     """Who may not write a store makes no cache there and reads on, and reads the owner's cache."""
     made(path)

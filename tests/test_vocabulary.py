@@ -158,7 +158,7 @@ def vocabularies(draw: st.DrawFn) -> list[tuple[list[str], list[str]]]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("source", ["base", "union"])
 @pytest.mark.parametrize("base_first", [True, False])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(tokens=vocabularies(), tied=st.booleans())
 def test_every_row_is_the_tokens_own(
     source: str,

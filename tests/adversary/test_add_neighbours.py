@@ -144,6 +144,7 @@ CHANGES = [
 Change = Callable[[Path, Path], None]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_listed_is_what_is_read(
     change: Change, store: Store, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +177,7 @@ with Store.open(sys.argv[2]) as store:
 """
 
 
+@pytest.mark.rest
 def test_a_fifo_keeps_nobody_waiting(store: Store, model: Path) -> None:
     """A file that became a fifo is an error at once: nobody ever writes there."""
     command = [sys.executable, "-c", WAITING, str(model), str(store.path)]
@@ -312,6 +314,7 @@ def test_links_above_a_checkpoint_are_its_owner_s(
 # -- conversion -----------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_a_pickle_that_becomes_a_link_is_not_loaded(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

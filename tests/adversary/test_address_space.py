@@ -17,7 +17,7 @@ MERGE = ("merge", "--base", "base", "--expert", "one", "--expert", "two", "--met
 MERGE = (*MERGE, "--param", "density=0.4", "--name", "merged")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("bound", [3 * GIB, 8 * GIB])
 def test_every_command_runs_in_a_few_gib(bound: int, tmp_path: Path) -> None:
     """A store is made, filled, merged, collected, checked and indexed anew under `ulimit -v`."""
@@ -59,6 +59,7 @@ env.release()
 """
 
 
+@pytest.mark.rest
 def test_a_map_grows_with_its_file(tmp_path: Path) -> None:
     """What is mapped at first is a share of the bound; a file that outgrows it is mapped anew."""
     steps, fits = program(BOUND.format(2 * GIB) + GROWING, str(tmp_path), "30").split()
@@ -66,6 +67,7 @@ def test_a_map_grows_with_its_file(tmp_path: Path) -> None:
     assert fits == "True"
 
 
+@pytest.mark.rest
 def test_a_file_that_another_process_let_grow_is_mapped_anew(tmp_path: Path) -> None:
     """A reader with a small map follows a writer that is not bounded."""
     reading = """
@@ -125,6 +127,7 @@ def test_without_a_bound_all_is_mapped_at_once() -> None:
     assert lmdb_files._room(1 << 37) is None
 
 
+@pytest.mark.rest
 def test_an_old_store_opens_under_a_bound(tmp_path: Path) -> None:
     """A store whose files name a map of 256 GiB is read and written in 2 GiB."""
     small_model(tmp_path / "model", "bound")

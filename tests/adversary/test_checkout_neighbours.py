@@ -164,6 +164,7 @@ while not os.path.exists(f"{above}/stop"):
 """
 
 
+@pytest.mark.rest
 def test_a_neighbour_who_never_stops_loses_nothing(store: Store, above: Path) -> None:
     """Another process swaps directories as fast as it can: its own is there after each checkout."""
     racer = subprocess.Popen([sys.executable, "-c", RACER, above], stdout=subprocess.PIPE)
@@ -267,6 +268,7 @@ def test_a_directory_that_others_may_write_is_refused(
     assert [path.name for path in above.iterdir()] == ["precious"]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("change", UNSAFE)
 def test_who_trusts_them_may_go_on(
     change: Change, store: Store, model: Path, above: Path, monkeypatch: pytest.MonkeyPatch

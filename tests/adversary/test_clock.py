@@ -57,6 +57,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("year", ["1938", "unset", "beyond any date"])
 def test_every_command_works_by_a_strange_clock(
     year: str, clock: SetClock, models: list[Path], tmp_path: Path
@@ -133,6 +134,7 @@ def test_what_is_stored_is_a_time(year: str, clock: SetClock) -> None:
     assert now_ns() == min(max(STRANGE[year], 0), (1 << 63) - 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("time_ns", [*STRANGE.values(), -(1 << 62), (1 << 63) - 1, 1 << 64])
 def test_every_stored_time_is_printed(time_ns: int, store: Store, models: list[Path]) -> None:
     """A row may hold any whole number: refs, reflog and log print it, as a date if it is one."""
@@ -150,6 +152,7 @@ def test_every_stored_time_is_printed(time_ns: int, store: Store, models: list[P
     assert when(NOW).startswith("2026-")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("year", STRANGE)
 def test_gc_keeps_what_a_strange_clock_wrote(
     year: str, clock: SetClock, store: Store, models: list[Path]
@@ -181,6 +184,7 @@ def test_gc_by_a_strange_clock_keeps_what_is_recent(
     assert store.reset("base", "base@{1}").snapshot == old
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("year", STRANGE)
 def test_no_days_keep_nothing(year: str, clock: SetClock, store: Store, models: list[Path]) -> None:
     """`gc --reflog-days 0` takes what no ref names, whatever the clock says or said."""

@@ -44,6 +44,7 @@ def store(copied: Path) -> Path:
     return copied / "store"
 
 
+@pytest.mark.rest
 def test_close_beside_readers_of_every_kind(store: Path) -> None:
     """Threads that read refs, logs, blocks, statistics and the memo table while the store is
     closed end with right answers or Unavailable, and the process lives; time after time."""
@@ -96,6 +97,7 @@ with Store.open(path) as store: print(len(store.refs()))
     assert program(code, str(store)).splitlines() == ["[]", "4"]
 
 
+@pytest.mark.rest
 def test_close_waits_for_a_transaction(store: Path) -> None:
     """A read transaction that runs goes on to its end; `close` returns after it."""
     code = (
@@ -173,6 +175,7 @@ def test_a_thread_cannot_close_what_it_is_inside(store: Path) -> None:
     opened.close()
 
 
+@pytest.mark.rest
 def test_one_who_opens_while_another_waits_to_close_takes_it_over(store: Path) -> None:
     """A thread that opens the store inside its read does not wait for the one that closes it."""
     code = (
@@ -200,6 +203,7 @@ with Store.open(path) as third: print(len(third.refs()))
     assert program(code, str(store)).splitlines() == ["[4]", "4"]
 
 
+@pytest.mark.rest
 def test_a_forked_child_closes_nothing_of_its_parent(store: Path) -> None:
     """A child of a fork may close the store that it inherited, also beside readers of the parent
     that were at work at the fork; the parent reads on."""
@@ -241,6 +245,7 @@ store.close()
     assert program(code, str(store)) == "True 4\n"
 
 
+@pytest.mark.rest
 def test_writers_are_waited_for(tmp_path: Path) -> None:
     """A write transaction that runs when the last user lets go is committed."""
     code = """

@@ -62,7 +62,7 @@ def cut(store: Path, area: str, pages: int) -> None:
     os.truncate(path, max(3 * PAGE, path.stat().st_size - pages * PAGE))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("pages", [2, pytest.param(5, marks=pytest.mark.slow), 1000])
 @pytest.mark.parametrize("area", ["stats", "memo"])
 def test_what_can_be_thrown_away_is_set_aside(area: str, pages: int, store: Path) -> None:
@@ -89,6 +89,7 @@ def test_what_can_be_thrown_away_is_set_aside(area: str, pages: int, store: Path
     assert str(aside[0]) in told[0]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("area", ["stats", "memo"])
 def test_repair_sets_aside(area: str, store: Path) -> None:
     """`fsck --repair` is enough: afterwards fsck finds nothing."""
@@ -97,6 +98,7 @@ def test_repair_sets_aside(area: str, store: Path) -> None:
     assert [done.status for done in ran] == [0, 0], ran
 
 
+@pytest.mark.rest
 def test_a_cut_index_names_reindex(store: Path) -> None:
     """Wherever an index is cut: each command says so and names `mstore reindex`, which mends it."""
     whole = (store / "index" / "data.mdb").read_bytes()
@@ -125,6 +127,7 @@ def flips(store: Path, area: str, count: int, draw: random.Random) -> list[tuple
     return found
 
 
+@pytest.mark.rest
 def test_flips_end_no_command_with_a_signal(store: Path) -> None:
     """Any byte of any environment's file may be another: commands end, with or without an error."""
     draw = random.Random(11)
@@ -133,6 +136,7 @@ def test_flips_end_no_command_with_a_signal(store: Path) -> None:
     assert len(damaged(store, turned, *lines)) == len(turned)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("area", ["stats", "memo"])
 @pytest.mark.parametrize("contents", [b"", bytes(8192)])
 def test_what_was_never_born_is_not_damaged(store: Path, area: str, contents: bytes) -> None:
@@ -143,6 +147,7 @@ def test_what_was_never_born_is_not_damaged(store: Path, area: str, contents: by
     assert done.status == 0, done
 
 
+@pytest.mark.rest
 def test_two_processes_set_aside_once(store: Path) -> None:
     """Of several processes that find the same damage one sets it aside, and all use what is new."""
     cut(store, "stats", 2)

@@ -71,6 +71,7 @@ def holder(store: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.rest
 def test_a_second_process_of_that_number_is_told(store: Path) -> None:
     """Who cannot be told apart from a process that has the store open hears why, and what to do;
     a process of another number works as ever."""
@@ -93,6 +94,7 @@ def test_a_second_process_of_that_number_is_told(store: Path) -> None:
         assert fine.status == 0, fine.err
 
 
+@pytest.mark.rest
 def test_one_that_ends_soon_is_waited_for(store: Path) -> None:
     """A holder that ends within the patience delays, and nothing else."""
     with holder(store, 3.0):
@@ -107,6 +109,7 @@ def test_one_that_ends_soon_is_waited_for(store: Path) -> None:
     assert json.loads(ran[0].out)
 
 
+@pytest.mark.rest
 def test_a_killed_one_stands_in_nobodys_way(store: Path) -> None:
     """The number is free again as soon as its holder is dead, however it ended."""
     with holder(store, 120) as process:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rest
+
 PROGRAM = Path(__file__).with_name("hostile.py")
 PARTS = 400
 """Each part is some 40 trials; `make adversary` runs others."""

@@ -97,6 +97,7 @@ def older(life: Life, tmp_path: Path) -> Path:
     return tmp_path / "older"
 
 
+@pytest.mark.rest
 def test_an_older_index_is_read_and_not_written_by(life: Life, older: Path, extra: Path) -> None:
     """With an older index over newer packs, all writes refuse; reindex takes the mirror's refs."""
     expected = life.promises.refs
@@ -120,6 +121,7 @@ def test_an_older_index_is_read_and_not_written_by(life: Life, older: Path, extr
     life.promises.require_kept(life.root)
 
 
+@pytest.mark.rest
 def test_an_older_index_without_a_mirror(life: Life, older: Path, extra: Path) -> None:
     """Where the mirror is gone too, the packs tell that the index is older."""
     put_back(life, older)
@@ -135,6 +137,7 @@ def test_an_older_index_without_a_mirror(life: Life, older: Path, extra: Path) -
     life.promises.require_kept(life.root)
 
 
+@pytest.mark.rest
 def test_an_older_index_with_an_older_mirror(life: Life, tmp_path: Path, extra: Path) -> None:
     """Index, mirror and lists restored from one old backup, in place of what was there: also where
     it is one commit behind, that is told, and the newer pack is kept, and comes back."""
@@ -156,6 +159,7 @@ def test_an_older_index_with_an_older_mirror(life: Life, tmp_path: Path, extra: 
     life.promises.require_kept(life.root)
 
 
+@pytest.mark.rest
 def test_an_older_backup_over_the_store(life: Life, older: Path, tmp_path: Path) -> None:
     """A backup of index and refs copied over newer ones: the newest mirror that is left counts."""
     expected = life.promises.refs
@@ -174,6 +178,7 @@ def test_an_older_backup_over_the_store(life: Life, older: Path, tmp_path: Path)
     life.promises.require_kept(life.root)
 
 
+@pytest.mark.rest
 def test_the_directory_of_the_mirror_is_gone(life: Life) -> None:
     """Without refs/ everything goes on, and the next command that writes makes a mirror again."""
     shutil.rmtree(life.root / "refs")
@@ -193,6 +198,7 @@ def test_the_directory_of_the_mirror_is_gone(life: Life) -> None:
     life.promises.require_kept(life.root)
 
 
+@pytest.mark.rest
 def test_a_command_warns(life: Life, older: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A command that reads by such an index says so on standard error, and what to type."""
     put_back(life, older)
@@ -216,6 +222,7 @@ def meta_transactions(data: Path) -> list[int]:
     return [struct.unpack_from("<Q", raw, page * PAGE + TRANSACTION)[0] for page in (0, 1)]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("which", ["the newest falls", "the older rises"])
 def test_a_bit_in_a_meta_page(life: Life, extra: Path, which: str) -> None:
     """LMDB falls back one commit: the last acknowledged add is not collected, and comes back."""
@@ -249,7 +256,7 @@ def keys_of(life: Life, database: str) -> list[bytes]:
             return [bytes(key) for key, _ in cursor]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.rest
 @pytest.mark.parametrize("byte", [0, 31])
 @pytest.mark.parametrize("bit", [0, 7])
 def test_a_bit_in_the_key_of_a_live_block(life: Life, byte: int, bit: int, extra: Path) -> None:
@@ -301,7 +308,7 @@ def every_row(three: Life, tmp_path_factory: pytest.TempPathFactory) -> Life:
     return Life(root, three.sources, promises=three.promises)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("database", sorted(table.name for table in TABLES if table.has_check))
 @pytest.mark.parametrize("part", ["key", "value"])
 def test_a_bit_in_a_row(
@@ -352,6 +359,7 @@ def mirror_lines(life: Life) -> dict[str, Any]:
         return dict(mirror.read(store._catalog.layout).refs)
 
 
+@pytest.mark.rest
 def test_rows_of_refs_that_are_gone(life: Life) -> None:
     """A ref that the mirror has and the index not, with nothing that tells why, is a finding."""
     with Store.open(life.root) as store:
@@ -366,6 +374,7 @@ def test_rows_of_refs_that_are_gone(life: Life) -> None:
     life.promises.require_kept(life.root)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("database", ["refs", "reflog"])
 def test_names_that_nobody_tells(life: Life, database: str) -> None:
     """Where rows of names are lost, and the mirror, what the index lists gets a branch."""
@@ -431,6 +440,7 @@ class Neighbour:
         return self._child.returncode
 
 
+@pytest.mark.rest
 def test_whoever_opens_while_the_index_is_rebuilt(
     life: Life, monkeypatch: pytest.MonkeyPatch, extra: Path
 ) -> None:
@@ -468,6 +478,7 @@ def test_whoever_opens_while_the_index_is_rebuilt(
     life.promises.require_kept(life.root)
 
 
+@pytest.mark.rest
 def test_a_writer_that_comes_meanwhile_stops_it(
     life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,6 +543,7 @@ def test_many_open_while_the_index_is_rebuilt(life: Life) -> None:
 # -- what gc had dropped -----------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_what_was_collected_does_not_come_back(life: Life) -> None:
     """reindex of a healthy store leaves out what gc had dropped, and gc goes on as before."""
     life.remove("two")
@@ -563,6 +575,7 @@ def shared(directory: Path, *seeds: str) -> Path:
     return directory
 
 
+@pytest.mark.rest
 def test_what_shares_with_the_dropped_stays_whole(tmp_path: Path) -> None:
     """Z={t1}, X={t1,t2}, Y={t2,t3}; Z and X dropped: reindex, gc and repair go on working."""
     with Store.init(tmp_path / "store", block_size=1 << 16) as store:
@@ -584,6 +597,7 @@ def test_what_shares_with_the_dropped_stays_whole(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("damage", ["key", "offset", "pack"])
 def test_a_pack_goes_only_when_its_footer_agrees(life: Life, damage: str) -> None:
     """A row that names another pack, place or key cannot make gc remove the pack that has it."""

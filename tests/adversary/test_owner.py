@@ -118,6 +118,7 @@ def root(home: Path) -> Path:
     return root
 
 
+@pytest.mark.rest
 @needs_root
 def test_the_owner_goes_on_after_root(home: Path, root: Path) -> None:
     """Packs, statistics, memo table, mirror, settings and locks that root makes are the owner's,
@@ -144,6 +145,7 @@ def test_the_owner_goes_on_after_root(home: Path, root: Path) -> None:
     assert strangers(root) == []
 
 
+@pytest.mark.rest
 @needs_root
 def test_what_root_makes_anew_is_the_owners(home: Path, root: Path) -> None:
     """A lost index, lock file or directory that a command of root's brings back is the owner's."""
@@ -165,6 +167,7 @@ def test_what_root_makes_anew_is_the_owners(home: Path, root: Path) -> None:
     owner_works(root, home / "models", "owner")
 
 
+@pytest.mark.rest
 @needs_root
 def test_a_pin_and_a_kill_leave_nothing_of_roots(home: Path, root: Path) -> None:
     """What root's killed command leaves in tmp/, the owner's next one removes."""

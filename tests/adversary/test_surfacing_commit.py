@@ -110,6 +110,7 @@ def actions(store: Store, name: str) -> list[str]:
     return [move.action for move in reversed(store.reflog(name))]
 
 
+@pytest.mark.rest
 def test_an_add_goes_on_from_what_surfaced(store: Store, models: list[Path]) -> None:
     """An add that is alone in the store succeeds, and what surfaced is its previous snapshot."""
     killed_unseen(store, "llama", "add", models[1])
@@ -120,6 +121,7 @@ def test_an_add_goes_on_from_what_surfaced(store: Store, models: list[Path]) -> 
     assert store.fsck(read_data=True).problems == ()
 
 
+@pytest.mark.rest
 def test_an_add_of_what_surfaced_finds_it_there(store: Store, models: list[Path]) -> None:
     """The user who runs the killed add again gets its snapshot, and no second one."""
     killed_unseen(store, "llama", "add", models[1])
@@ -128,6 +130,7 @@ def test_an_add_of_what_surfaced_finds_it_there(store: Store, models: list[Path]
     assert actions(store, "llama") == ["add"] * 2
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("virtual", [False, True])
 def test_a_merge_goes_on_from_what_surfaced(
     store: Store, models: list[Path], *, virtual: bool
@@ -142,6 +145,7 @@ def test_a_merge_goes_on_from_what_surfaced(
     assert len(actions(store, "llama")) == 3
 
 
+@pytest.mark.rest
 def test_materializing_reads_what_surfaced(store: Store, models: list[Path]) -> None:
     """A branch that surfaces as something real needs no materializing; a virtual merge gets it."""
     expert = store.add(models[1], name="expert", base="base")
@@ -155,6 +159,7 @@ def test_materializing_reads_what_surfaced(store: Store, models: list[Path]) -> 
     assert store["llama~1"].id == virtual
 
 
+@pytest.mark.rest
 def test_names_move_from_what_surfaced(store: Store, models: list[Path]) -> None:
     """reset and rm take a ref from what it surfaced as; tag says that a surfaced name is taken."""
     expert = store.add(models[1], name="expert").snapshot
@@ -169,6 +174,7 @@ def test_names_move_from_what_surfaced(store: Store, models: list[Path]) -> None
     assert store["v1"].id == expert
 
 
+@pytest.mark.rest
 def test_pruning_and_collecting_after_one_surfaced(store: Store, models: list[Path]) -> None:
     """prune and gc see the commit before they choose: nothing that it needs goes."""
     killed_unseen(store, "v1", "tag", "llama")
@@ -179,6 +185,7 @@ def test_pruning_and_collecting_after_one_surfaced(store: Store, models: list[Pa
     assert store.fsck(read_data=True).problems == ()
 
 
+@pytest.mark.rest
 def test_an_add_that_was_overtaken_runs_again(store: Store, models: list[Path]) -> None:
     """Where somebody who is gone moved the ref while an add read, the add runs again by itself."""
     killed: list[Progress] = []

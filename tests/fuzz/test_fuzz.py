@@ -65,6 +65,7 @@ def test_what_only_waits_is_ended() -> None:
     assert "Timeout" in done.stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -12,12 +12,15 @@ from collections.abc import Iterable
 
 import pytest
 
+LANES = ("slow", "rest")
+"""Marks of what `make test` leaves out anyway."""
+
 
 def mark_rest(items: Iterable[pytest.Item]) -> None:
-    """Mark as `rest` the cases that no sample has; a long lane's cases count in none."""
+    """Mark as `rest` the cases that no sample has; cases of another lane count in none."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, LANES)):
             cases[item.nodeid.partition("[")[0]].append(item)
     for alike in cases.values():
         sampled = alike[0].get_closest_marker("sampled")
