@@ -76,6 +76,8 @@ class Folders:
         return Room(4096, 4096, 0, MANY, 255)
 
     def label(self, path: str, name: str) -> bytes:
+        if name == "user.wrong":
+            raise KeyError(name)
         if name != "user.long":
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
         return b"x" * 1000
@@ -142,6 +144,25 @@ def test_files_below_are_found_opened_and_closed(tmp_path: Path) -> None:
         names = "import os, sys; print(os.listxattr(sys.argv[1]), len(os.getxattr(*sys.argv[1:])))"
         assert said("python3", "-c", names, str(path), "user.long") == ["['user.long'] 1000"]
     assert folders.asked["release"] == 1
+
+
+def test_a_bug_answers_the_request_and_ends_no_thread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that nobody expected is EIO for who asked, with a line in the log; others go on."""
+    wrong = "import os, sys; os.getxattr(sys.argv[1], 'user.wrong')"
+    with mounted(tmp_path / "mnt", 60.0):
+        for _ in range(20):
+            done = subprocess.run(
+                ["python3", "-c", wrong, str(tmp_path / "mnt")],
+                check=False,
+                capture_output=True,
+                text=True,
+                timeout=600,
+            )
+            assert "Errno 5" in done.stderr
+        assert len(said("ls", str(tmp_path / "mnt"))) == MANY
+    assert "KeyError" in caplog.text
 
 
 def test_a_mount_that_is_refused_says_why(tmp_path: Path) -> None:

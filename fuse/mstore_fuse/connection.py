@@ -14,6 +14,7 @@ import array
 import ctypes
 import errno
 import itertools
+import logging
 import os
 import shutil
 import socket
@@ -40,6 +41,8 @@ _IDLE_THREADS: Final = 10
 _MOST_PIECES: Final = 1000
 _READ_ONLY, _NO_SET_USER_ID, _NO_DEVICES = 1, 2, 4
 _ENDED: Final = (errno.ENODEV, errno.ECONNABORTED, errno.EBADF)
+
+log = logging.getLogger("mstore_fuse")
 
 Parts = Sequence[Buffer]
 
@@ -294,6 +297,10 @@ class _Connection:
             parts, told = asked(opcode, path, body)
         except OSError as failure:
             error = failure.errno or errno.EIO
+        except Exception:
+            # Whoever asked would wait for ever.
+            log.exception("a request of kind %d failed", opcode)
+            error = errno.EIO
         if len(parts) > _MOST_PIECES:
             parts = (b"".join(parts),)
         head = protocol.answer(unique, error, sum(map(len, parts)))
