@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import subprocess
 import threading
@@ -163,6 +164,20 @@ def test_a_bug_answers_the_request_and_ends_no_thread(
             assert "Errno 5" in done.stderr
         assert len(said("ls", str(tmp_path / "mnt"))) == MANY
     assert "KeyError" in caplog.text
+
+
+def test_other_users_mount_by_fusermount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is not root gets the device from fusermount3, and its reason if it refuses."""
+    if shutil.which("fusermount3") is None:
+        pytest.skip("fusermount3 is not installed")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with mounted(tmp_path / "mnt", 60.0):
+        assert said("ls", str(tmp_path / "mnt")) == FOLDERS
+        entry = mount_table.at(tmp_path / "mnt")
+        assert entry is not None
+        assert (entry.type, entry.source) == ("fuse.test", "folders")
+    with pytest.raises(Unavailable, match="fusermount3: "):
+        connection.mount(tmp_path / "missing", "nothing", subtype="test")
 
 
 def test_a_mount_that_is_refused_says_why(tmp_path: Path) -> None:
