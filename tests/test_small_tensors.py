@@ -22,7 +22,9 @@ from mstore.merge.planning.statistics import KnownDigests
 from mstore.merge.running import compute, slices
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks
+from mstore.models.stats import pairs
 from mstore.models.stats.pairs import SingleTables
+from mstore.models.stats.table import unpacked
 from mstore.store.models import tensors_of
 from mstore.store.objects.canonical import Record
 from mstore.store.objects.plan import Plan
@@ -140,6 +142,25 @@ def test_small_tensors_are_taken_together(
         merged(store, "ties", None)
     assert max(surveyed_together) > 8
     assert max(sizes) > 8
+
+
+def test_a_plan_opens_a_table_once(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warnings take what the survey found in tables of one chunk, and open none of these again."""
+    opened: list[bytes] = []
+
+    def counted(value: bytes | None) -> bytes:
+        opened.extend([] if value is None else [value])
+        return unpacked(value)
+
+    monkeypatch.setattr(pairs, "unpacked", counted)
+    with filled(tmp_path / "store", written) as store:
+        asked = MergeRequest(base="base", experts=["e0", "e1", "e2"], method="ties")
+        assert not store.plan(asked).warnings
+    assert len(opened) > TENSORS
+    # The two tables of the tensor with a NaN: they have no sound row to remember.
+    assert sum(opened.count(value) > 1 for value in set(opened)) == 2
 
 
 def test_a_tensor_of_one_chunk_is_mixed_once(

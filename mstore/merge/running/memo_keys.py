@@ -116,7 +116,6 @@ class MemoKeys:
         self._tasks = tasks
         # Keyed by operation and element types, of which a plan mostly has few.
         self._heads: dict[tuple[Mix, str, str], bytes] = {}
-        self._owns: dict[tuple[Mix, tuple[str, ...]], list[tuple[bytes, bytes]]] = {}
 
     def by_number(self, tensor: TensorTask, numbers: Sequence[int]) -> dict[int, bytes]:
         """Return the keys of some chunks of a tensor by number, numbers ascending."""
@@ -169,42 +168,37 @@ class MemoKeys:
         """Return each expert's part of keys: constant bytes, block list, bytes of it per chunk."""
         thresholds = tensor.thresholds.astype("<f4", copy=False).tobytes()
         words = operation.selection.words(tensor.keys)
+        weights = tensor.mix.weights[tensor.mix.has_base :].astype("<f4").tobytes()
+        own = tensor.mix.own()
         experts = len(members.experts)
         quotas = tensor.quotas.tolist()
+        spans = {
+            dtype: _span(tensor, dtype, self._tasks.plan.block_size)
+            for dtype in {expert.dtype for expert in members.experts}
+        }
         sides = []
-        for k, (expert, (before, after)) in enumerate(
-            zip(members.experts, self._own(tensor, members, operation), strict=True)
-        ):
-            at = slice(4 * k, 4 * k + 4)
-            is_limited = k < len(quotas) and quotas[k] != UNLIMITED
-            pieces = [before, thresholds[at], words[8 * k : 8 * k + 8], after, _FLAG[is_limited]]
-            chains = [_Chain(tensor, members, k)] if is_limited else []
-            for slot in range(k + experts, len(quotas), experts):
-                is_limited = quotas[slot] != UNLIMITED
-                pieces += (thresholds[4 * slot : 4 * slot + 4], _FLAG[is_limited])
-                chains += [_Chain(tensor, members, slot)] if is_limited else []
-            width = _span(tensor, expert.dtype, self._tasks.plan.block_size)
-            sides.append((b"".join(pieces), expert.blocks, width, chains))
+        for k, expert in enumerate(members.experts):
+            slots = range(k, len(quotas), experts)
+            limited = [slot for slot in slots if quotas[slot] != UNLIMITED]
+            fixed = b"".join(
+                (
+                    operation.method.combine.who(operation, k, experts),
+                    _text(expert.dtype),
+                    weights[4 * k : 4 * k + 4],
+                    thresholds[4 * k : 4 * k + 4],
+                    words[8 * k : 8 * k + 8],
+                    own[k],
+                    b"\1" if k in limited else b"\0",
+                    *(
+                        thresholds[4 * slot : 4 * slot + 4] + bytes([slot in limited])
+                        for slot in slots[1:]
+                    ),
+                )
+            )
+            width = spans[expert.dtype]
+            chains = [_Chain(tensor, members, slot) for slot in limited]
+            sides.append((fixed, expert.blocks, width, chains))
         return sides
-
-    def _own(
-        self, tensor: TensorTask, members: Members, operation: Operation
-    ) -> list[tuple[bytes, bytes]]:
-        """Return what each expert's part has before and after what is of the tensor."""
-        key = tensor.mix, tuple([one.dtype for one in members.experts])
-        found = self._owns.get(key)
-        if found is None:
-            mix, experts = tensor.mix, len(members.experts)
-            weights = mix.weights[mix.has_base :].astype("<f4").tobytes()
-            who, own = operation.method.combine.who, mix.own()
-            found = self._owns[key] = [
-                (who(operation, k, experts) + _text(one.dtype) + weights[4 * k : 4 * k + 4], own[k])
-                for k, one in enumerate(members.experts)
-            ]
-        return found
-
-
-_FLAG: Final = (b"\0", b"\1")
 
 
 def _span(tensor: TensorTask, dtype: str, block_size: int) -> int:

@@ -713,5 +713,5 @@ def _covered(job: Job) -> TensorCoverage:
         job.tensor.name,
         count,
         bitmap(reused),
-        tuple([row.tobytes() for row in np.packbits(contributed, axis=1, bitorder="little")]),
+        tuple(map(bitmap, contributed)),
     )

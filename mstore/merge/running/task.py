@@ -239,7 +239,6 @@ class Tasks:
         self._operations = Operations(plan)
         self._mixes: dict[int | str, Mix] = {}
         self._members: dict[str, Members] = {}
-        self._tensors: dict[str, TensorTask] = {}
         self.inputs = Inputs.of(catalog, plan)
         self._base, self._experts = self.inputs.base, self.inputs.experts
         self._read = self._operations.read(plan)
@@ -311,12 +310,6 @@ class Tasks:
 
     def tensor(self, name: str, file: str = "", offset: int = 0) -> TensorTask:
         """Return what a planned tensor's chunks share; `file` and `offset` as in TensorTask."""
-        found = self._tensors.get(name)
-        if found is None:
-            found = self._tensors[name] = self._tensor(name)
-        return msgspec.structs.replace(found, file=file, offset=offset) if file else found
-
-    def _tensor(self, name: str) -> TensorTask:
         planned = self._planned[name]
         members = self.members(name)
         base = members.base
@@ -341,8 +334,8 @@ class Tasks:
             quotas=quotas,
             limited=limited,
             keys=keys,
-            file="",
-            offset=0,
+            file=file,
+            offset=offset,
             selection=selection,
             row_factors=operation.row_factors,
             kernel=operation.method.combine.kernel,
