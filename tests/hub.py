@@ -268,7 +268,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.take(path, query)
             elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commits/(.+)", path):
                 self.history(found[1], found[2])
-            elif re.search(r"/xet-(write|read)-token", path):
+            elif hub.xet is not None and re.search(r"/xet-(write|read)-token", path):
                 if "write" not in path or self.may_write():
                     end = int(time.time()) + 3600
                     self.told({"accessToken": "t", "exp": end, "casUrl": f"local://{hub.xet}"})
