@@ -73,6 +73,9 @@ def sick_disk(directory: Path, scratch: Path) -> Iterator[Disk]:
         while not os.path.ismount(directory):
             assert time.monotonic() < deadline
             time.sleep(_POLL)
+        # A disk that says it is read-only is refused before anything is read of it.
+        remount = ["mount", "-i", "-n", "-o", "remount,rw", str(directory)]
+        subprocess.run(remount, check=True, timeout=60)
         yield disk
     finally:
         disk.tell({})
