@@ -177,13 +177,10 @@ def main() -> None:
         "millions": arguments.millions,
         "experts": EXPERTS,
     }
-    found: dict[str, Any] = {}
-    for method in CASES:
-        if arguments.method and method not in arguments.method:
-            found |= {method: known[method]} if method in known else {}
-        else:
-            found[method] = bench.compare(method, arguments.rounds)
+    for method in arguments.method or CASES:
+        known[method] = bench.compare(method, arguments.rounds)
         # After each: a run takes long, and what is measured is kept if it is ended.
+        found = {name: known[name] for name in CASES if name in known}
         keep(arguments.results, "methods", results | {"methods": found})
     for store in bench.stores.values():
         shutil.rmtree(store.path)

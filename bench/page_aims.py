@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import page_hub
+import page_incremental
 import page_lazy
 import page_search
 from tables import Told, table
@@ -143,10 +144,10 @@ def _rates(told: dict[str, Told]) -> Iterator[Row]:
 
 def _incremental(told: dict[str, Told]) -> Iterator[Row]:
     sizes = told["incremental"]["sizes"]
-    for size, key, least in (
-        (sizes[0], "times_faster", 10),
-        (sizes[-1], "times_faster_inside", 20),
-    ):
+    wanted = [(sizes[0], "times_faster", 10)]
+    if sizes[-1]["millions"] >= page_incremental.LARGE:
+        wanted.append((sizes[-1], "times_faster_inside", 20))
+    for size, key, least in wanted:
         for case, work in (("ninth", "a ninth expert"), ("changed", "one expert changed")):
             found = size[case]
             times = found[key]["median"]
