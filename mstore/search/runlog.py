@@ -49,14 +49,11 @@ class RunLog(Generic[Head, Line]):
     def read(self) -> tuple[Head, list[Line]] | None:
         """Return what is searched, and the answers; None if there is no such search.
 
-        Raises Corrupt, StorageFailed.
+        Raises Corrupt, StorageFailed; Conflict if something else than a file is there.
         """
-        with fs.translated(self.path):
-            try:
-                with self.path.open("rb") as file:
-                    data = file.read(_MOST_BYTES + 1)
-            except FileNotFoundError:
-                return None
+        if not fs.is_there(self.path):
+            return None
+        data = fs.read_file(self.path, _MOST_BYTES + 1)
         try:
             head, *lines = data.splitlines()
             if len(data) > _MOST_BYTES:
@@ -80,6 +77,6 @@ class RunLog(Generic[Head, Line]):
 
     def remove(self) -> bool:
         """Remove the log; return whether there was one."""
-        is_there = self.path.exists()
+        is_there = fs.is_there(self.path)
         fs.unlink(self.path, missing_ok=True)
         return is_there
