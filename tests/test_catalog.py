@@ -329,7 +329,7 @@ def test_a_store_seen_through_fuse(template: Path, tmp_path: Path) -> None:
     that such a filesystem behaves as a local one."""
     root = tmp_path / "store"
     shutil.copytree(template / "store", root)
-    with sick_disk(root, tmp_path), pytest.raises(Incompatible, match="does not know fuse.sick as"):
+    with sick_disk(root, tmp_path), pytest.raises(Incompatible, match=r"know fuse\.sick as"):
         Catalog.open(root)
     Store.vouch(root, "fuse.sick")
     with sick_disk(root, tmp_path), Store.open(root) as store:

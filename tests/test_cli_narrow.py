@@ -11,7 +11,7 @@ import pytest
 from cli_runs import Program
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli_commands import WITH_LINES, lines_for, write_models
+from test_cli_commands import GOING_ON, WITH_LINES, lines_for, write_models
 
 from mstore_cli.groups import Group, draw_groups
 from mstore_cli.output import Screen
@@ -90,6 +90,8 @@ def test_no_line_is_wider_than_the_terminal(
     if what == "gate drop":
         merge = ("merge", "--plan", "tiny/merged", "--name", "tiny/merged")
         mstore.succeed(*merge, "--candidate", "run")
+    if what in GOING_ON:
+        mstore.succeed("bisect", "start", "tiny/merged", "--experts")
     done = (Program(Path(line[1])) if what == "init" else mstore).on_terminal(width, *line)
     assert done.status == 0, done.err
     assert done.lines

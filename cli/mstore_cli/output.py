@@ -94,7 +94,7 @@ class Output:
         """Print a line now, before the result, for people: of a step that may take an hour."""
         if self.mode is Mode.HUMAN:
             with printing():
-                self.stream.write(f"{printable(line)}\n")
+                Screen(self.stream, self._typed).line(line)
                 self.stream.flush()
 
     def emit(
