@@ -252,6 +252,28 @@ def _load(code: int, stored: Any, row: int, found: Any) -> None:
     load_bits(code, stored, row * found.size, found.size, found.view(np.uint32), 0)
 
 
+@compiled
+def _differ(base_code: int, base: Any, expert_code: int, expert: Any, row: int, found: Any) -> None:
+    """Write a row of both sides, and their differences: float32[3 or more, length]."""
+    _load(base_code, base, row, found[0])
+    _load(expert_code, expert, row, found[1])
+    _subtract(found[0], found[1], found[2])
+
+
+@compiled
+def _matter(
+    base_code: int, base: Any, expert_code: int, expert: Any, row: int, divergence: Any, found: Any
+) -> Any:
+    """Do `_differ`; return the differences of a row, and the bits of their importances.
+
+    found: float32[4, length].
+    """
+    _differ(base_code, base, expert_code, expert, row, found)
+    moved, bits = found[2], found[3].view(np.uint32)
+    _weigh(moved, divergence[row], bits)
+    return moved, bits
+
+
 @entry("ipiipiiipppp", floats, halves_passes)
 def divergences(
     base_code: int,
@@ -277,12 +299,9 @@ def divergences(
     scratch = carray(scratch_at, (3, length), np.float64)
     lanes = carray(lanes_at, (LANES,), np.float64)
     found = carray(found_at, (rows,), np.float32)
-    ours, theirs, moved = singles[0], singles[1], singles[2]
     for row in range(rows):
-        _load(base_code, base, row, ours)
-        _load(expert_code, expert, row, theirs)
-        _subtract(ours, theirs, moved)
-        found[row] = _divergence(ours, theirs, moved, scratch, lanes)
+        _differ(base_code, base, expert_code, expert, row, singles)
+        found[row] = _divergence(singles[0], singles[1], singles[2], scratch, lanes)
 
 
 @entry("ipiipiiipppp", floats, halves_passes)
@@ -311,12 +330,8 @@ def upper(
     divergence = carray(divergence_at, (rows,), np.float32)
     counts = carray(counts_at, (_BINS,), np.int64)
     squares = carray(squares_at, (_BINS,), np.float64)
-    ours, theirs, moved, bits = singles[0], singles[1], singles[2], singles[3].view(np.uint32)
     for row in range(rows):
-        _load(base_code, base, row, ours)
-        _load(expert_code, expert, row, theirs)
-        _subtract(ours, theirs, moved)
-        _weigh(moved, divergence[row], bits)
+        moved, bits = _matter(base_code, base, expert_code, expert, row, divergence, singles)
         _count(moved, bits, counts, squares)
 
 
@@ -347,12 +362,8 @@ def lower(
     divergence = carray(divergence_at, (rows,), np.float32)
     halves = carray(halves_at, (wanted,), np.int64)
     counts = carray(counts_at, (wanted, _BINS), np.int64)
-    ours, theirs, moved, bits = singles[0], singles[1], singles[2], singles[3].view(np.uint32)
     for row in range(rows):
-        _load(base_code, base, row, ours)
-        _load(expert_code, expert, row, theirs)
-        _subtract(ours, theirs, moved)
-        _weigh(moved, divergence[row], bits)
+        _, bits = _matter(base_code, base, expert_code, expert, row, divergence, singles)
         for number in range(wanted):
             count_lower(bits, np.uint32(halves[number]), counts[number])
 
@@ -382,10 +393,6 @@ def take(
     divergence = carray(divergence_at, (rows,), np.float32)
     kept = carray(kept_at, (rows, length), np.uint8)
     least = np.uint32(least_bits).view(np.float32)
-    ours, theirs, moved, bits = singles[0], singles[1], singles[2], singles[3].view(np.uint32)
     for row in range(rows):
-        _load(base_code, base, row, ours)
-        _load(expert_code, expert, row, theirs)
-        _subtract(ours, theirs, moved)
-        _weigh(moved, divergence[row], bits)
+        _, bits = _matter(base_code, base, expert_code, expert, row, divergence, singles)
         _take(bits, least, kept[row])
