@@ -117,7 +117,7 @@ class EveryOther(Selection, frozen=True):
     def masked(self):
         return 4
 
-    def masks(self, chunk, *, row_length, weights, cut, numbers=None):
+    def masks(self, chunk, facts):
         even = (np.arange(chunk.first_index, chunk.first_index + chunk.n) % 2) == 0
         return alike(even, len(chunk.row_of))
 

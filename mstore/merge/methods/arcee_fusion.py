@@ -28,7 +28,7 @@ from mstore.merge.measures.deltas import Stored, stored
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method
-from mstore.merge.methods.selection import Cut, CutTogether, Masks, Measured, alike
+from mstore.merge.methods.selection import ChunkFacts, Cut, CutTogether, Masks, Measured, alike
 from mstore.models.stats.chunks import row_length as length_of
 from mstore.numeric import halves
 from mstore.numeric.codes import CODES
@@ -140,22 +140,14 @@ class Important(CutTogether, frozen=True):
         """Return the whole delta's: of a chunk no more is selected than of its tensor."""
         return np.minimum(grid.whole, grid.band)
 
-    def masks(
-        self,
-        chunk: Chunk,
-        *,
-        row_length: int,
-        weights: Sequence[float],
-        cut: Cut | None,
-        numbers: Singles | None = None,
-    ) -> Masks:
-        assert cut is not None
+    def masks(self, chunk: Chunk, facts: ChunkFacts) -> Masks:
+        assert facts.cut is not None
         if not chunk.row_dtypes:
             return np.zeros((len(chunk.row_of), chunk.n), dtype=np.uint8)
         base, expert = stored(chunk)[:2]
-        rows = Rows(base, expert, row_length, chunk.n)
-        divergence = rows.divergences() if numbers is None else numbers
-        return alike(rows.important(divergence, cut.value), len(chunk.row_of))
+        rows = Rows(base, expert, facts.row_length, chunk.n)
+        divergence = rows.divergences() if facts.numbers is None else facts.numbers
+        return alike(rows.important(divergence, facts.cut.value), len(chunk.row_of))
 
 
 class _Chunks:

@@ -20,7 +20,7 @@ from mstore.merge.measures.deltas import pieces_of_chunk
 from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import LAMBDA, MAX_SINGLE, Parameter, Range, Value, single
-from mstore.merge.methods.selection import Cut, Masks, Selection, alike, common, each
+from mstore.merge.methods.selection import ChunkFacts, Masks, Selection, alike, common, each
 from mstore.terms.errors import BadRequest
 from mstore.terms.phrases import Option, phrase
 
@@ -77,18 +77,10 @@ class Agreed(Selection, frozen=True):
     def mask_bytes(self, read: int) -> int:
         return self.experts
 
-    def masks(
-        self,
-        chunk: Chunk,
-        *,
-        row_length: int,
-        weights: Sequence[float],
-        cut: Cut | None,
-        numbers: Singles | None = None,
-    ) -> Masks:
+    def masks(self, chunk: Chunk, facts: ChunkFacts) -> Masks:
         found = np.zeros(chunk.n, dtype=np.bool_)
         for start, end, sides in pieces_of_chunk(chunk):
-            needed = agreed(sides, weights, self.ratios, self.least)
+            needed = agreed(sides, facts.weights, self.ratios, self.least)
             if needed is not None:
                 found[start:end] = needed
         return alike(found, len(chunk.row_of))

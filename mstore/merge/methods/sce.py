@@ -39,6 +39,7 @@ from mstore.merge.methods.combinations import Elected, ElectedModel
 from mstore.merge.methods.method import Method, Operation
 from mstore.merge.methods.parameters import Parameter, Range, Value, single
 from mstore.merge.methods.selection import (
+    ChunkFacts,
     Cut,
     CutTogether,
     Masks,
@@ -141,20 +142,12 @@ class Varied(CutTogether, frozen=True):
         """Return whether there is one for each expert, the same for all."""
         return super().fits(thresholds, listed) and len(set(thresholds)) == 1
 
-    def masks(
-        self,
-        chunk: Chunk,
-        *,
-        row_length: int,
-        weights: Sequence[float],
-        cut: Cut | None,
-        numbers: Singles | None = None,
-    ) -> Masks:
-        assert cut is not None
+    def masks(self, chunk: Chunk, facts: ChunkFacts) -> Masks:
+        assert facts.cut is not None
         found = np.empty(chunk.n, dtype=np.bool_)
         for start, end, sides in pieces_of_chunk(chunk):
             at = chunk.first_index + start
-            found[start:end] = selected(spreads(sides, end - start), cut, at)
+            found[start:end] = selected(spreads(sides, end - start), facts.cut, at)
         return alike(found, len(chunk.row_of))
 
 

@@ -40,6 +40,19 @@ class Cut(NamedTuple):
     before: int
 
 
+class ChunkFacts(NamedTuple):
+    """What the masks of a chunk follow from, beside its elements.
+
+    row_length: of the tensor. weights: of each expert. cut: as `Selection.cut` returns it. numbers:
+    what `Selection.measure` remembered of each row of the chunk; None if that is not in memory.
+    """
+
+    row_length: int
+    weights: Sequence[float]
+    cut: Cut | None
+    numbers: Singles | None
+
+
 class Measured(msgspec.Struct, frozen=True):
     """What a selection knows of a whole tensor.
 
@@ -257,20 +270,8 @@ class Selection(msgspec.Struct, frozen=True):
         """Return the keys of a tensor's random masks, uint32[K, 2]; None if nothing is drawn."""
         return None
 
-    def masks(
-        self,
-        chunk: Chunk,
-        *,
-        row_length: int,
-        weights: Sequence[float],
-        cut: Cut | None,
-        numbers: Singles | None = None,
-    ) -> Masks | None:
-        """Return uint8[K, n], 1 where an element is taken; None if the kernel itself selects.
-
-        cut: as `cut` returns it. numbers: what `measure` remembered of each row of the chunk; None
-        if that is not in memory.
-        """
+    def masks(self, chunk: Chunk, facts: ChunkFacts) -> Masks | None:
+        """Return uint8[K, n], 1 where an element is taken; None if the kernel itself selects."""
         return None
 
     def mask_bytes(self, read: int) -> int:

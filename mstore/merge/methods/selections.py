@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.arguments import Chunk
-from mstore.merge.arithmetic.masks import Ranks, Sides, Singles, mask_keys
+from mstore.merge.arithmetic.masks import Ranks, Sides, mask_keys
 from mstore.merge.measures import BEYOND
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.parameters import (
@@ -37,7 +37,16 @@ from mstore.merge.methods.parameters import (
     Value,
     single,
 )
-from mstore.merge.methods.selection import EVERY, Cut, Cuts, Masks, Measured, Selection, each
+from mstore.merge.methods.selection import (
+    EVERY,
+    ChunkFacts,
+    Cut,
+    Cuts,
+    Masks,
+    Measured,
+    Selection,
+    each,
+)
 from mstore.models.stats.chunks import row_length as length_of
 from mstore.models.stats.histogram import exp_of_minus, tail_squares
 from mstore.store.objects.plan import Mixture, TrimThreshold
@@ -255,22 +264,14 @@ class Ranked(Drawn, frozen=True):
     def mask_bytes(self, read: int) -> int:
         return read
 
-    def masks(
-        self,
-        chunk: Chunk,
-        *,
-        row_length: int,
-        weights: Sequence[float],
-        cut: Cut | None,
-        numbers: Singles | None = None,
-    ) -> Masks:
+    def masks(self, chunk: Chunk, facts: ChunkFacts) -> Masks:
         found = np.empty((len(chunk.row_of), chunk.n), dtype=np.uint8)
         for k, row in enumerate(chunk.row_of):
             if row < 0 or self.densities[k] >= 1:
                 found[k] = 1
                 continue
             base, expert = (chunk.base, chunk.base_dtype), (chunk.rows[row], chunk.row_dtypes[row])
-            ranks = Ranks(row_length, *self._chances(k))
+            ranks = Ranks(facts.row_length, *self._chances(k))
             ranks.mask(
                 (*base, *expert, chunk.n), chunk.keys[k], chunk.first_index, found[k].view(np.bool_)
             )

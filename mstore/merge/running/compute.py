@@ -29,6 +29,7 @@ from mstore.merge.arithmetic.adapters import add_up
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties
 from mstore.merge.arithmetic.masks import Singles
+from mstore.merge.methods.selection import ChunkFacts
 from mstore.merge.planning.costs import wanted_of
 from mstore.merge.running.loading import (
     Bytes,
@@ -85,13 +86,11 @@ def blend(
 
 def masks_of(tensor: TensorTask, chunk: Chunk) -> Bytes | None:
     """Return uint8[K, n], 1 where an element is taken; None if the kernel itself selects."""
-    weights, length = tensor.mix.weights.tolist(), tensor.row_length
-    numbers = tensor.numbers
+    length, numbers = tensor.row_length, tensor.numbers
     if numbers is not None:
         numbers = numbers[chunk.first_index // length :][: chunk.n // length]
-    return tensor.selection.masks(
-        chunk, row_length=length, weights=weights, cut=tensor.cut, numbers=numbers
-    )
+    facts = ChunkFacts(length, tensor.mix.weights.tolist(), tensor.cut, numbers)
+    return tensor.selection.masks(chunk, facts)
 
 
 def row_weights_of(tensor: TensorTask, chunk: Chunk) -> Singles | None:
