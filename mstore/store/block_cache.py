@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -29,6 +28,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import Outdated
 from mstore.store.catalog import Catalog
 from mstore.store.payloads import LOOKS
+from mstore.store.remembered import Recent
 from mstore.terms.errors import BadRequest, Corrupt
 from mstore.terms.ids import BlockId, Buffer, PackId, VirtualId
 from mstore.terms.phrases import call
@@ -111,8 +111,8 @@ class BlockCache:
         self._computing = computing
         self._check_always = check_always
         self._lock = threading.Lock()
-        self._blocks = _Recent(limit)
-        self._fresh = _Recent(limit // 4)
+        self._blocks: Recent[BlockId | VirtualBlock, Buffer] = Recent(limit)
+        self._fresh: Recent[BlockId, Buffer] = Recent(limit // 4)
         self._checked: dict[BlockId, _Checked] = {}
         self._under_way: dict[VirtualBlock, VirtualGroup] = {}
         self._filling: dict[BlockId, Future[Buffer]] = {}
@@ -235,11 +235,11 @@ class BlockCache:
         with self._lock:
             if isinstance(found, _Fresh):
                 self._checked[block] = found.place
-                self._fresh.keep(block, found.data)
+                self._fresh.put(block, found.data, len(found.data))
                 data = found.data
             else:
                 data = found
-                self._blocks.keep(block, data)
+                self._blocks.put(block, data, len(data))
             del self._filling[block]
         own.set_result(data)
         return data
@@ -306,33 +306,7 @@ class BlockCache:
             # Only current waiters see a failure; later readers retry.
             if not done.cancelled() and done.exception() is None:
                 for number, data in zip(numbers, done.result(), strict=True):
-                    self._blocks.keep(VirtualBlock(key.tensor, number), data)
-
-
-class _Recent:
-    """Blocks that were last used, at most `limit` bytes of them, and always one."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._blocks: OrderedDict[BlockId | VirtualBlock, Buffer] = OrderedDict()
-        self._bytes = 0
-
-    def __contains__(self, block: object) -> bool:
-        return block in self._blocks
-
-    def get(self, block: BlockId | VirtualBlock) -> Buffer | None:
-        data = self._blocks.get(block)
-        if data is not None:
-            self._blocks.move_to_end(block)
-        return data
-
-    def keep(self, block: BlockId | VirtualBlock, data: Buffer) -> None:
-        if block not in self._blocks:
-            self._blocks[block] = data
-            self._bytes += len(data)
-        while self._bytes > self._limit and len(self._blocks) > 1:
-            _, old = self._blocks.popitem(last=False)
-            self._bytes -= len(old)
+                    self._blocks.put(VirtualBlock(key.tensor, number), data, len(data))
 
 
 class _Checked(NamedTuple):

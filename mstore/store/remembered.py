@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from mstore.blocks.index import Index
 from mstore.blocks.packs import Kind
@@ -38,44 +38,72 @@ Key = bytes
 """The kind (one byte), then the id."""
 
 
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """Values that were last used, at most `limit` bytes of them, and always one.
+
+    Not thread-safe: who shares it locks.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._size = 0
+        self._kept: OrderedDict[K, tuple[V, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kept
+
+    def get(self, key: K) -> V | None:
+        """Return a value that is kept, or None."""
+        kept = self._kept.get(key)
+        if kept is None:
+            return None
+        self._kept.move_to_end(key)
+        return kept[0]
+
+    def put(self, key: K, value: V, size: int) -> None:
+        """Keep a value of this many bytes."""
+        replaced = self._kept.pop(key, None)
+        self._size += size - (0 if replaced is None else replaced[1])
+        self._kept[key] = value, size
+        while self._size > self._limit and len(self._kept) > 1:
+            _, (_, gone) = self._kept.popitem(last=False)
+            self._size -= gone
+
+
 class RecordCache:
     """Records by kind and id, at most about `limit` bytes; a single larger record is kept alone."""
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
-        self._limit = limit
         self._lock = Lock()
-        self._size = 0
-        self._kept: OrderedDict[Key, tuple[Record, int]] = OrderedDict()
+        self._kept: Recent[Key, Record] = Recent(limit)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def get(self, key: Key) -> Record | None:
         """Return a cached record, or None."""
-        return self.get_many([key]).get(key)
+        with self._lock:
+            return self._kept.get(key)
 
     def get_many(self, keys: Iterable[Key]) -> dict[Key, Record]:
         """Return those of these records that are cached."""
-        found = {}
         with self._lock:
-            for key in keys:
-                kept = self._kept.get(key)
-                if kept is not None:
-                    self._kept.move_to_end(key)
-                    found[key] = kept[0]
-        return found
+            each = ((key, self._kept.get(key)) for key in keys)
+            return {key: record for key, record in each if record is not None}
 
     def put(self, records: Iterable[tuple[Key, Record, int]]) -> None:
         """Cache records, each with the length in bytes that it was decoded from."""
         with self._lock:
             for key, record, length in records:
-                size = _OF_RECORD + length * (1 if record.kind == Kind.TENSOR else _OF_LIST)
-                replaced = self._kept.pop(key, None)
-                self._size += size - (0 if replaced is None else replaced[1])
-                self._kept[key] = record, size
-            while self._size > self._limit and len(self._kept) > 1:
-                _, (_, size) = self._kept.popitem(last=False)
-                self._size -= size
+                each = 1 if record.kind == Kind.TENSOR else _OF_LIST
+                self._kept.put(key, record, _OF_RECORD + length * each)
 
 
 class RowNumbers:
@@ -85,9 +113,9 @@ class RowNumbers:
     """
 
     def __init__(self, limit: int = 32 << 20) -> None:
-        self._left = limit
+        self._limit = limit
         self._lock = Lock()
-        self._kept: OrderedDict[tuple[TensorId, TensorId], Singles] = OrderedDict()
+        self._kept: Recent[tuple[TensorId, TensorId], Singles] = Recent(limit)
 
     def get(self, base: TensorId, expert: TensorId) -> Singles | None:
         """Return the number of each row, float32[rows], or None."""
@@ -96,12 +124,9 @@ class RowNumbers:
 
     def put(self, base: TensorId, expert: TensorId, numbers: Singles) -> None:
         """Keep them, not to be written to, in place of earlier ones of other tensors."""
-        with self._lock:
-            if (base, expert) not in self._kept:
-                self._kept[base, expert] = numbers
-                self._left -= numbers.nbytes
-            while self._left < 0:
-                self._left += self._kept.popitem(last=False)[1].nbytes
+        if numbers.nbytes <= self._limit:
+            with self._lock:
+                self._kept.put((base, expert), numbers, numbers.nbytes)
 
 
 MOST: Final = 1 << 21

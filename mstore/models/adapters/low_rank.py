@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -25,6 +24,7 @@ from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import AppliedTensor, Tensor
+from mstore.store.remembered import Recent
 
 _BLOCK: Final = 32
 """Rows, and columns, that a pass computes at a time."""
@@ -157,17 +157,16 @@ class FactorCache:
     def __init__(self, catalog: Catalog, meter: Meter | None, limit: int = 64 << 20) -> None:
         self._catalog = catalog
         self._meter = meter
-        self._limit = limit
         self._lock = threading.Lock()
-        self._kept: OrderedDict[AppliedTensor, Factors] = OrderedDict()
-        self._size = 0
+        self._kept: Recent[AppliedTensor, Factors] = Recent(limit)
         self._charged: set[AppliedTensor] = set()
 
     def of(self, records: Iterable[AppliedTensor]) -> dict[AppliedTensor, Factors]:
         """Return the factors of applied tensors; raises as `load_factors`."""
         with self._lock:
             wanted = dict.fromkeys(records)
-            found = {one: self._kept[one] for one in wanted if one in self._kept}
+            known = ((one, self._kept.get(one)) for one in wanted)
+            found = {one: factors for one, factors in known if factors is not None}
             missing = [one for one in wanted if one not in found]
             again = [one for one in missing if one in self._charged]
             first = [one for one in missing if one not in self._charged]
@@ -176,13 +175,7 @@ class FactorCache:
             for news, meter in ((first, self._meter), (again, None)):
                 found |= zip(news, load_factors(self._catalog, news, meter), strict=True)
             for one in missing:
-                self._size += found[one].nbytes
-            self._kept |= found
-            for one in found:
-                self._kept.move_to_end(one)
-            while self._size > self._limit and len(self._kept) > 1:
-                _, gone = self._kept.popitem(last=False)
-                self._size -= gone.nbytes
+                self._kept.put(one, found[one], found[one].nbytes)
             return found
 
 
