@@ -115,7 +115,7 @@ def _hub(found: Told) -> Iterator[Row]:
     work = f"add a model of {found['bytes'] / 1e9:.1f} GB from the Hub at 1 Gbit/s"
     theirs = found["gigabit"][page_hub.PLAIN]["wall"]["median"]
     ours = found["gigabit"]["mstore add, auto"]["wall"]["median"]
-    yield work, "hf download", _seconds(theirs), _seconds(ours), _times(theirs / ours)
+    yield _faster(work, "hf download", theirs, ours)
 
 
 MAKERS: tuple[tuple[str, Callable[[Told], Iterator[Row]]], ...] = (

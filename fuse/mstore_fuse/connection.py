@@ -11,7 +11,6 @@ A node is a path as long as the kernel remembers it. Each request has a thread u
 from __future__ import annotations
 
 import array
-import ctypes
 import errno
 import itertools
 import logging
@@ -27,7 +26,7 @@ from typing import Final, NamedTuple, Protocol
 
 from mstore.terms.errors import Unavailable
 from mstore.terms.ids import Buffer
-from mstore_fuse import protocol
+from mstore_fuse import mount_table, protocol
 from mstore_fuse.protocol import Opcode, Room, Status
 
 DEVICE: Final = Path("/dev/fuse")
@@ -127,19 +126,11 @@ def _mount(mountpoint: Path, source: str, subtype: str, options: list[str]) -> i
         device = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise _refused(f"{DEVICE}: {error.strerror}", mountpoint) from error
-    libc = ctypes.CDLL(None, use_errno=True)
     try:
         mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
         words = [f"fd={device}", f"rootmode={mode:o}", "user_id=0", f"group_id={os.getgid()}"]
-        if libc.mount(
-            os.fsencode(source),
-            os.fsencode(mountpoint),
-            f"fuse.{subtype}".encode(),
-            ctypes.c_ulong(_READ_ONLY | _NO_SET_USER_ID | _NO_DEVICES),
-            ",".join([*words, *options]).encode(),
-        ):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+        flags = _READ_ONLY | _NO_SET_USER_ID | _NO_DEVICES
+        mount_table.attach(mountpoint, source, f"fuse.{subtype}", flags, [*words, *options])
     except OSError as error:
         os.close(device)
         raise _refused(str(error.strerror), mountpoint) from error

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
@@ -89,13 +90,24 @@ def detach(mountpoint: Path, *, lazy: bool) -> None:
     user's.
     """
     if os.geteuid() == 0:
-        libc = ctypes.CDLL(None, use_errno=True)
         flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0)
-        if libc.umount2(os.fsencode(mountpoint), flags) == 0:
-            return
+        _system("umount2", os.fsencode(mountpoint), flags, where=mountpoint)
+    else:
+        _fusermount(mountpoint, lazy)
+
+
+def attach(mountpoint: Path, source: str, kind: str, flags: int, options: Sequence[str]) -> None:
+    """Mount at this path, as mount(2); for root. Raises OSError."""
+    words = source, str(mountpoint), kind, ",".join(options)
+    device, point, filesystem, data = map(os.fsencode, words)
+    _system("mount", device, point, filesystem, ctypes.c_ulong(flags), data, where=mountpoint)
+
+
+def _system(call: str, *arguments: object, where: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, call)(*arguments):
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(mountpoint))
-    _fusermount(mountpoint, lazy)
+        raise OSError(code, os.strerror(code), str(where))
 
 
 def _fusermount(mountpoint: Path, lazy: bool) -> None:

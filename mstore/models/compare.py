@@ -277,10 +277,9 @@ class Measure:
             bases = {name: self._inputs.base[name] for name in batch}
             pairs = [(bases[name], id) for name in batch for id in sides[name] if id != bases[name]]
             rows = known_rows(self._statistics, pairs, sketches=True)
-            bounds: dict[Pair, float] = {}
+            bounds: Mapping[Pair, float] = {}
             if self._reads is Reads.NOTHING:
-                without = [pair for pair in dict.fromkeys(pairs) if pair not in rows]
-                bounds = known_products(self._statistics, without)
+                bounds = _bounds(self._statistics, pairs, rows)
             squares = self._statistics.squares_of(list(bases.values()))
             two = [pair for ids in sides.values() for pair in itertools.combinations(ids, 2)]
             apart = known_apart(self._statistics, two)
@@ -319,9 +318,8 @@ class Measure:
 
             square = measure_squares(self._catalog, base, self._pool)
             self._statistics.put_squares(base_id, square)
-        square = square if square is not None and math.isfinite(square) else None
         return ComparedSums(
-            square,
+            _finite(square),
             squares,
             self._all_products(models, squares, found, apart),
             base.block_count(),
@@ -381,8 +379,7 @@ def known_norms(
         ]
         moved = [pair for own in pairs for pair in own if pair[0] != pair[1]]
         rows = known_rows(statistics, moved)
-        without = [pair for pair in dict.fromkeys(moved) if pair not in rows]
-        bounds = known_products(statistics, without) if without else {}
+        bounds = _bounds(statistics, moved, rows)
         for name, own, known in zip(batch, pairs, statistics.squares_of(bases), strict=True):
             there = [rows[pair] for pair in own if pair in rows]
             square = known
@@ -392,15 +389,25 @@ def known_norms(
                 0.0 if base == id else _square(rows.get((base, id)), bounds.get((base, id)))
                 for base, id in own
             ]
-            is_known = square is not None and math.isfinite(square)
-            found[name] = ComparedSums(square if is_known else None, norms, [], 0, [], [])
+            found[name] = ComparedSums(_finite(square), norms, [], 0, [], [])
     return found
+
+
+def _bounds(
+    statistics: StatsStore, pairs: Iterable[Pair], rows: Mapping[Pair, Digest]
+) -> Mapping[Pair, float]:
+    """Return what is known of the norms of pairs without rows."""
+    without = [pair for pair in dict.fromkeys(pairs) if pair not in rows]
+    return known_products(statistics, without) if without else {}
+
+
+def _finite(square: float | None) -> float | None:
+    return square if square is not None and math.isfinite(square) else None
 
 
 def _square(rows: Digest | None, bound: float | None) -> float | None:
     """Return the square of a norm, by rows or else by a bound that is near; None if unknown."""
-    square = bound if rows is None else sum_of_squares(rows.rows)
-    return square if square is not None and math.isfinite(square) else None
+    return _finite(bound if rows is None else sum_of_squares(rows.rows))
 
 
 def _by_distance(one: float, other: float, distance: float) -> tuple[float, float] | None:
