@@ -556,11 +556,11 @@ def test_lengths_at_rest(tmp_path: Path) -> None:
         transaction.commit()
     asked = [ids[1], ids[0], ids[1], ids[2]]
     wanted = [place.stored_length for place in catalog.locate(asked)]
-    assert catalog.stored_lengths(asked).tolist() == wanted
+    assert catalog.stored_lengths(b"".join(asked)).tolist() == wanted
     assert wanted[1] == 250
-    assert catalog.stored_lengths([]).tolist() == []
+    assert catalog.stored_lengths(b"").tolist() == []
     missing = BlockId.of(b"missing")
-    for look in (catalog.stored_lengths, catalog.locate):
+    for look in (lambda blocks: catalog.stored_lengths(b"".join(blocks)), catalog.locate):
         with pytest.raises(Corrupt, match="does not have this block") as refused:
             look([ids[0], missing, ids[1], missing])
         assert refused.value.where == f"block {missing}"

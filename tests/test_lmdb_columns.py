@@ -74,6 +74,30 @@ def test_pages_have_the_rows_that_a_cursor_reads(
     ]
 
 
+@pytest.mark.parametrize("pages", [2, 1 << 12])
+def test_lengths_of_many_blocks_come_from_all_rows(
+    index: Index, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths are those of the rows, in the order asked, repeated ids too; others stay as they
+    were, and so do all where the pages are not as expected.
+    """
+    monkeypatch.setattr(location_arrays, "_PAGES", pages)
+    draw = random.Random(7)
+    rows = fill(index, draw)
+    ids = [*rows, draw.randbytes(32), *list(rows)[:9], bytes(32), b"\xff" * 32]
+    draw.shuffle(ids)
+    asked = np.frombuffer(b"".join(ids), np.dtype((np.void, 32)))
+    wanted = [int.from_bytes(rows[id][12:16], "big") if id in rows else -1 for id in ids]
+    with index.env.read() as transaction:
+        lengths = np.full(len(ids), -1)
+        location_arrays.fill_lengths(index, transaction, asked, lengths)
+        assert lengths.tolist() == wanted
+        monkeypatch.setattr(Environment, "mapped", refuse)
+        unknown = np.full(len(ids), -1)
+        location_arrays.fill_lengths(index, transaction, asked, unknown)
+    assert set(unknown.tolist()) == {-1}
+
+
 def test_a_reader_sees_its_own_commit(index: Index) -> None:
     """Rows that another thread commits meanwhile change nothing in an open read transaction."""
     rows = fill(index, random.Random(1))

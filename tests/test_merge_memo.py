@@ -28,7 +28,7 @@ from mstore.merge.running.slices import ALL_FINITE, NotFinite
 from mstore.merge.running.task import Tasks
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import Corrupt
-from mstore.terms.ids import BlockId
+from mstore.terms.ids import BlockId, CoverageId, ManifestId
 
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -258,6 +258,40 @@ def forget(store: Store, block: BlockId) -> None:
         assert rows.delete(block, db=index.db("blocks"))
 
 
+def forget_outcome(store: Store, plan: PlanReport) -> None:
+    """Let the table name an outcome that is not stored."""
+    store._memo.put_outcome(plan.plan, ManifestId(bytes(32)), CoverageId(bytes(32)))
+
+
+def test_a_merge_of_the_same_is_taken_as_a_whole(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a plan made is published again without a run, while all of it is stored; a run comes
+    to the same where the outcome, or one of its blocks, is not.
+    """
+    plan = place.plan("ties", ["e0", "e1"])
+    first = place.merge(plan, "one")
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a run")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mstore.merge.running.commit.run_plan", refuse)
+        again = place.merge(plan, "two", message="for another reason")
+        assert (again.manifest, again.blocks_reused) == (first.manifest, first.blocks_total)
+        with pytest.raises(AssertionError, match="a run"):
+            place.store.merge(plan, name="measured", memo=False)
+        kept = place.store._memo.outcome(plan.plan)
+        forget_outcome(place.store, plan)
+        with pytest.raises(AssertionError, match="a run"):
+            place.store.merge(plan, name="three")
+        assert kept is not None
+        place.store._memo.put_outcome(plan.plan, *kept)
+        forget(place.store, next(iter(place.store.view("one").record("a").block_ids())))
+        with pytest.raises(AssertionError, match="a run"):
+            place.store.merge(plan, name="three")
+
+
 def test_an_output_that_is_gone_is_made_again(place: Place) -> None:
     """Where an output block is not stored any more, its chunk is computed and written anew."""
     plan = place.plan("ties", ["e0", "e1"])
@@ -290,6 +324,7 @@ def test_a_row_that_lies_is_found_out(place: Place) -> None:
     assert row is not None
     lie = Remembered((BlockId(bytes(32)),), row.taken, row.not_finite)
     place.store._memo.put_outputs([(key, lie.encode())])
+    forget_outcome(place.store, plan)
     with pytest.raises(Corrupt, match="differs from the memo table"):
         place.store.merge(plan, name="two")
     place.store._memo.put_outputs([(key, b"nothing of the kind")])
@@ -335,6 +370,6 @@ def test_from_the_command_line(place: Place) -> None:
     told = [(m["expert_bytes_read"], m["memo_expert_bytes"]) for m in (first, again, plain)]
     assert told == [(planned, 0), (0, planned), (planned, 0)]
     assert len({m["manifest"] for m in (first, again, plain)}) == 1
-    little = mstore("merge", "--name", "four", "--memory", "1MiB", *ask)
+    little = mstore("merge", "--name", "four", "--no-memo", "--memory", "1MiB", *ask)
     assert (little.status, "--memory" in little.err) == (2, True)
     assert mstore.succeed("stats", "--json").document["memo_bytes"] > 0

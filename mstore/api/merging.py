@@ -65,9 +65,10 @@ class Merging(Exchanging):
 
         allow_noop: also store a plan that reads nothing of what experts changed, or whose result is
         the base.
-        keep: the plan must be stored: if this user may only read the store, raise before anything
-        is read.  Without it, such a user's plan and newly computed statistics are not stored
-        (`PlanReport.kept`).
+        keep: for a merge that follows: the plan must be stored, so if this user may only read the
+        store, raise before anything is read; and what the memo table saves is not looked up, as
+        the merge tells it.  Without it, such a user's plan and newly computed statistics are not
+        stored (`PlanReport.kept`).
 
         Raises BadRequest, NotFound, Incompatible, StorageFailed; then no plan is stored.
         """
@@ -89,7 +90,7 @@ class Merging(Exchanging):
                 progress=progress,
             )
         id = made.plan.id()
-        left = self._outstanding(made.plan, made.costs)
+        left = None if keep else self._outstanding(made.plan, made.costs)
         if not made.is_stored:
             self._unkept[id] = made.plan, made.sources
         return plan_report(
@@ -99,8 +100,8 @@ class Merging(Exchanging):
             made.costs,
             analyzed=made.analyzed,
             factors=made.factors,
-            memo=left.saved,
-            not_here=left.not_here,
+            memo=left.saved if left else 0,
+            not_here=left.not_here if left else 0,
             warnings=self._warnings(id, made.plan, made.sources),
             kept=made.is_stored,
             seconds=time.monotonic() - began,

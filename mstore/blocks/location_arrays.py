@@ -172,6 +172,32 @@ def _block_table(index: Index, transaction: IndexTransaction) -> LocationTable:
     return _table(index.count(transaction, BLOCKS.name), CursorRows(index, transaction))
 
 
+def fill_lengths(
+    index: Index, transaction: IndexTransaction, asked: _Fields, lengths: Numbers
+) -> None:
+    """Set the bytes at rest of those blocks whose rows are found, by reading all rows in order.
+
+    asked: ids; lengths: one for each, int64. Rows that cannot be read so are not found.
+    """
+    first = np.ascontiguousarray(asked).view(">u8")[:: ID_BYTES // 8]
+    order = first.argsort()
+    ascending = first[order]
+    with suppress(Unexpected):
+        pages = Pages(index, transaction)
+        for ids, (heads, *_) in zip(pages.ids(), pages.rows(), strict=True):
+            table = LocationTable(bytearray(ids), bytearray(heads))
+            _expect(table.is_ascending())
+            ends = ids[[0, -1]].view(">u8")[:: ID_BYTES // 8]
+            start, end = (
+                np.searchsorted(ascending, ends[0]),
+                np.searchsorted(ascending, ends[1], "right"),
+            )
+            mine = order[start:end]
+            rows = table.find(asked[mine].tobytes())
+            there = rows >= 0
+            lengths[mine[there]] = table.heads["stored"][rows[there]]
+
+
 def _table(count: int, source: Pages | CursorRows) -> LocationTable:
     # Of their final size: arrays that grow take up to twice the memory meanwhile.
     keys, heads = bytearray(count * ID_BYTES), bytearray(count * HEAD.itemsize)

@@ -63,7 +63,7 @@ from mstore.store.objects.tensor import Tensor, VirtualTensor
 from mstore.store.refs import BRANCH, TAG
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Corrupt, MstoreError, NotFound
-from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId, TensorId
+from mstore.terms.ids import BlockId, Buffer, PackId, SnapshotId, TensorId, split_ids
 from mstore.terms.phrases import Text, call
 from mstore.terms.report import ProgressCallback
 
@@ -184,10 +184,11 @@ class _PlacesThere(BlockPlaces):
         alone = zip(bases, self._places.alone(bases), strict=True)
         return found | {base: at for base, at in alone if at is not None}
 
-    def stored_lengths(self, blocks: Sequence[bytes]) -> npt.NDArray[np.int64]:
-        lengths = self._places.found(blocks).stored
+    def stored_lengths(self, blocks: Buffer) -> npt.NDArray[np.int64]:
+        ids = split_ids(bytes(blocks))
+        lengths = self._places.found(ids).stored
         if (lengths < 0).any():
-            raise self._lacking(list(compress(blocks, lengths < 0)))
+            raise self._lacking(list(compress(ids, lengths < 0)))
         return lengths
 
     def _found(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:

@@ -2,6 +2,7 @@
 
     outputs      memo key     -> what a chunk's output is (`mstore.merge.running.memo_keys`)
     requests     request key  -> the plan that was made for it
+    outcomes     plan         -> what its merge made
     digests      content id   -> SHA-256 of a file (`SnapshotView.content_id`)
     repositories place key    -> a repository of a registry that has a blob
 
@@ -23,7 +24,7 @@ from typing import Any, Final
 from mstore.blocks.disposable import DisposableTables, Tell, silent
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.tables import Table, form, id_of, raw
-from mstore.terms.ids import ID_BYTES, PlanId, split_ids
+from mstore.terms.ids import ID_BYTES, CoverageId, ManifestId, PlanId, split_ids
 
 OUTPUTS: Final = Table(
     "outputs",
@@ -39,6 +40,12 @@ REQUESTS: Final = Table(
     form(id_of(PlanId)),
     "the plan that was made for it",
 )
+OUTCOMES: Final = Table(
+    "outcomes",
+    form(id_of(PlanId)),
+    form(id_of(ManifestId), id_of(CoverageId)),
+    "what its merge made: a manifest, and what contributed to it",
+)
 DIGESTS: Final = Table(
     "digests",
     form(raw("content id", ID_BYTES)),
@@ -51,7 +58,13 @@ REPOSITORIES: Final = Table(
     form(raw("name of the repository, UTF-8")),
     "a repository of a registry that has a blob",
 )
-TABLES: Final[tuple[Table[Any, Any], ...]] = OUTPUTS, REQUESTS, DIGESTS, REPOSITORIES
+TABLES: Final[tuple[Table[Any, Any], ...]] = (
+    OUTPUTS,
+    REQUESTS,
+    OUTCOMES,
+    DIGESTS,
+    REPOSITORIES,
+)
 DATABASES: Final = tuple(table.name for table in TABLES)
 _BATCH = 4096
 _END = struct.Struct("<IIH")
@@ -90,6 +103,15 @@ class Memo(DisposableTables):
         """Remember the plan of a request."""
         self._put(REQUESTS, [(key, REQUESTS.value.encode(plan))])
 
+    def outcome(self, plan: PlanId) -> tuple[ManifestId, CoverageId] | None:
+        """Return what the merge of a plan made, or None.  It may no longer be stored."""
+        return self._found(OUTCOMES, [bytes(plan)])[0]
+
+    def put_outcome(self, plan: PlanId, manifest: ManifestId, coverage: CoverageId) -> None:
+        """Remember what the merge of a plan made, if no element of it is newly not finite."""
+        value = OUTCOMES.value.encode((manifest, coverage))
+        self._put(OUTCOMES, [(bytes(plan), value)])
+
     def digest(self, content: bytes) -> bytes | None:
         """Return the SHA-256 of the files with this content id, if it was put."""
         return self._found(DIGESTS, [content])[0]
@@ -110,7 +132,7 @@ class Memo(DisposableTables):
     def tidy(
         self, stored: Callable[[Sequence[bytes]], list[bool]], planned: Callable[[PlanId], bool]
     ) -> None:
-        """Drop rows whose blocks are not stored; drop all requests if any of their plans is not.
+        """Drop rows whose blocks or plans are not stored; all requests if one plan of them is not.
 
         What a plan costs may have changed with the stored blocks, so requests are kept all or none.
         """
@@ -123,11 +145,15 @@ class Memo(DisposableTables):
             with transaction.cursor(db=env.databases[REQUESTS.name]) as cursor:
                 plans = [REQUESTS.found(key, row) for key, row in cursor]
             stale = any(plan is None or not planned(plan) for plan in plans)
-        if not gone and not stale:
+            with transaction.cursor(db=env.databases[OUTCOMES.name]) as cursor:
+                without = [key for key, _ in cursor if not planned(PlanId(key))]
+        if not gone and not stale and not without:
             return
         with env.write() as transaction:
             for key in gone:
                 transaction.delete(key, db=env.databases[OUTPUTS.name])
+            for key in without:
+                transaction.delete(key, db=env.databases[OUTCOMES.name])
             if stale:
                 transaction.drop(env.databases[REQUESTS.name], delete=False)
 

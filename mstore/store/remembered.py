@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from mstore.blocks.index import Index
 from mstore.blocks.packs import Kind
 from mstore.store.objects.canonical import Record
-from mstore.terms.ids import ID_BYTES, Buffer, TensorId, split_ids
+from mstore.terms.ids import ID_BYTES, Buffer, TensorId
 
 if TYPE_CHECKING:
     import numpy as np
@@ -133,29 +133,10 @@ MOST: Final = 1 << 21
 """The most blocks whose lengths are kept: 16 MiB."""
 
 
-_TOGETHER: Final = 1 << 16
-"""Blocks that are looked up together: an id as an object takes twice its bytes."""
-
-
-def looked_up(blocks: Buffer, look_up: Callable[[Sequence[bytes]], Lengths]) -> Lengths:
-    """Return the lengths of blocks, int64[blocks].
-
-    blocks: the bytes of their ids, one behind the other.
-    """
-    import numpy as np  # late: most commands open a store and never need it
-
-    raw = memoryview(blocks)
-    lengths = np.empty(len(raw) // ID_BYTES, np.int64)
-    for start in range(0, len(lengths), _TOGETHER):
-        some = split_ids(bytes(raw[start * ID_BYTES : (start + _TOGETHER) * ID_BYTES]))
-        lengths[start : start + len(some)] = look_up(some)
-    return lengths
-
-
 class StoredLengths:
     """What is known of one store's blocks.  look_up: `Catalog.stored_lengths`."""
 
-    def __init__(self, index: Index, look_up: Callable[[Sequence[bytes]], Lengths]) -> None:
+    def __init__(self, index: Index, look_up: Callable[[Buffer], Lengths]) -> None:
         self._index = index
         self._look_up = look_up
         self._lock = Lock()
@@ -204,7 +185,7 @@ class StoredLengths:
     def _found(self, lists: Sequence[bytes]) -> list[Lengths]:
         import numpy as np  # late: most commands open a store and never need it
 
-        lengths = looked_up(b"".join(lists), self._look_up)
+        lengths = self._look_up(b"".join(lists))
         lengths.flags.writeable = False
         ends = np.cumsum([len(one) // ID_BYTES for one in lists])
         return np.split(lengths, ends[:-1])

@@ -215,7 +215,7 @@ class SnapshotView:
             content = self._catalog.content(part.tensor_id())
             if isinstance(content, Tensor):
                 blocks.update(content.block_ids())
-        return int(self._catalog.stored_lengths(list(blocks)).sum()) if blocks else 0
+        return int(self._catalog.stored_lengths(b"".join(blocks)).sum())
 
     def content_id(self, path: str) -> bytes:
         """Return 32 bytes that name the content: BLAKE3 of the ids of the file's parts."""

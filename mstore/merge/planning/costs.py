@@ -31,9 +31,8 @@ from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
 from mstore.store.objects.tensor import AppliedTensor, Tensor
-from mstore.store.remembered import looked_up
 from mstore.terms.errors import BadRequest, Corrupt, NotFound, Unavailable
-from mstore.terms.ids import ID_BYTES
+from mstore.terms.ids import ID_BYTES, Buffer
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 States = np.ndarray[Any, np.dtype[np.uint8]]
@@ -227,8 +226,11 @@ _Sides = list[tuple[Tensor, bytes]]
 class Lengths(Protocol):
     """Who knows how long blocks are at rest: the catalog, for one."""
 
-    def stored_lengths(self, blocks: Sequence[bytes]) -> Ints:
-        """Return bytes at rest of each block, int64[blocks]."""
+    def stored_lengths(self, blocks: Buffer) -> Ints:
+        """Return bytes at rest of each block, int64[blocks].
+
+        blocks: the bytes of their ids, one behind the other.
+        """
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -253,7 +255,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 def _stored_bytes(ids: Words, lengths: Lengths) -> int:
-    return int(looked_up(ids.reshape(-1).view(np.uint8).data, lengths.stored_lengths).sum())
+    return int(lengths.stored_lengths(ids.reshape(-1).view(np.uint8).data).sum())
 
 
 def costs_of(catalog: Catalog, plan: Plan) -> Costs:

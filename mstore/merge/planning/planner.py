@@ -115,7 +115,7 @@ def _parts(survey: Survey, grid: Grid, request: Request) -> list[_Part]:
 
 
 class Planner:
-    """Plans one merge.  Ranks once; `select` cuts the ranking at any budget.
+    """Plans one merge.  Ranks once, if anything limits it; `select` cuts the ranking at any budget.
 
     `full_expert_bytes` is the cost of reading all that matters, without budget and top_p.
     """
@@ -143,7 +143,11 @@ class Planner:
         self._cost, self._plain = self._costs(self._leaders)
         self._rounding = self._float32_error()
         self._units = self._list_units()
-        self._ranking = Ranking(self._units, score=self._scores(), nested=request.score == "random")
+
+    @cached_property
+    def _ranking(self) -> Ranking:
+        is_random = self._request.score == "random"
+        return Ranking(self._units, score=self._scores(), nested=is_random)
 
     @property
     def _has_bound(self) -> bool:
@@ -171,11 +175,14 @@ class Planner:
     def cut(self, budget: int | None, max_error: float | None = None) -> ChosenChunks:
         """Select within `budget` bytes: the best units, or as few as keep `max_error`."""
         cap = self._bytes(self._request.expert_budget)
-        taken = self._ranking.take(budget, cap)
-        if max_error is not None:
-            taken = self._shortest(taken, max_error, budget)
-        chosen = np.zeros(len(self._units), dtype=bool)
-        chosen[taken] = True
+        chosen = np.ones(len(self._units), dtype=bool)
+        # Without a limit all units are taken, in any order.
+        if not (budget is cap is max_error is None):
+            taken = self._ranking.take(budget, cap)
+            if max_error is not None:
+                taken = self._shortest(taken, max_error, budget)
+            chosen[:] = False
+            chosen[taken] = True
         states = self._apply(chosen)
         bound, estimate = self._told(*self._errors(states))
         left_out = (states == OMITTED) | (states == DROPPED)

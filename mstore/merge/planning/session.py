@@ -348,7 +348,7 @@ def plan_of_request(
                 require_effect(catalog, plan, in_bytes=in_bytes)
             kept = sources_of(catalog, known, plan)
             sources = PlanInputs(base, experts, kept.change, kept.risks)
-            if may_write:
+            if may_write and sources != kept:
                 store_plan(catalog, plan, sources)
             return StoredPlan(plan, sources, costs_of(catalog, plan), 0, is_stored=True)
     analyzed = factors = 0

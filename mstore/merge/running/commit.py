@@ -10,6 +10,7 @@ import msgspec
 
 from mstore.blocks.codecs import Policy
 from mstore.blocks.schema import PlanInputs
+from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning, not_finite_text
 from mstore.merge.running.delivery import Delivery, InStoreDelivery
@@ -20,13 +21,14 @@ from mstore.models.made import Publication, made_of
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
+from mstore.store.models import tensors_of
 from mstore.store.not_finite import NotFiniteTensor, counted
 from mstore.store.objects.manifest import Manifest
-from mstore.store.objects.plan import READ, SHARED, Plan
+from mstore.store.objects.plan import READ, SHARED, Coverage, Plan
 from mstore.store.objects.snapshot import BASE, COMPANION, EXPERT, MERGE, Parent, SnapshotRecord
 from mstore.store.plans import plan_of
 from mstore.store.transaction import Transaction, branch_to_move
-from mstore.terms.errors import Incompatible, StorageFailed
+from mstore.terms.errors import Incompatible, NotFound, StorageFailed
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
 from mstore.terms.phrases import Option, phrase
 from mstore.terms.report import ProgressCallback, Report
@@ -231,7 +233,9 @@ def run_merge(
         current = materialized or branch_to_move(catalog, name, candidate)
         for source in inputs:
             contents.require(catalog, source.snapshot_id(), source.name)
-        outcome = run_plan(
+        # Elsewhere, what this store has does not count.
+        remembered = None if memo is None or workers else _remembered(catalog, plan, memo)
+        outcome = remembered or run_plan(
             catalog,
             plan,
             transaction,
@@ -262,6 +266,8 @@ def run_merge(
         # Only now are the blocks published. Outputs that cannot be remembered are computed again.
         with suppress(StorageFailed):
             memo.put_outputs(outcome.memo_rows)
+            if remembered is None and not outcome.made:
+                memo.put_outcome(plan.id(), record.manifest_id(), outcome.coverage.id())
             memo.flush()
     return Merged(
         snapshot=record.id(),
@@ -275,6 +281,37 @@ def run_merge(
         outcome=outcome,
         not_finite=found,
     )
+
+
+def _remembered(catalog: Catalog, plan: Plan, memo: Memo) -> Outcome | None:
+    """Return what an earlier merge of this plan made, if all of it is still stored."""
+    known = memo.outcome(plan.id())
+    if known is None:
+        return None
+    with suppress(NotFound):
+        manifest, coverage = catalog.manifest(known[0]), catalog.record(Coverage, known[1])
+        named = tensors_of(catalog, manifest)
+        parts = [part.tensor_id() for file in manifest.files for part in file.parts]
+        blocks = [block for one in catalog.tensors(parts) for block in one.block_ids()]
+        if not all(catalog.has_blocks(blocks)):
+            return None
+        costs = costs_of(catalog, plan)
+        return Outcome(
+            manifest=manifest,
+            coverage=coverage,
+            tensors={name: catalog.tensor(named[name]) for name, _ in coverage.not_finite},
+            memo_rows=(),
+            costs=costs,
+            expert_bytes_read=0,
+            memo_expert_bytes=costs.planned,
+            resumed_expert_bytes=0,
+            base_bytes_read=0,
+            blocks_total=len(blocks),
+            blocks_reused=len(blocks),
+            made={},
+            workers=(),
+        )
+    return None
 
 
 def _not_finite(found: Sequence[NotFiniteTensor], plan: Plan, sources: PlanInputs) -> Incompatible:

@@ -23,7 +23,7 @@ from mstore.store.memo import Memo
 from mstore.store.objects.plan import Plan
 from mstore.terms.ids import BlockId, split_ids
 
-_BLOCKS_TOGETHER: Final = 1 << 14
+_IDS_TOGETHER: Final = 32 << 20
 _Chunks = list[tuple[TensorTask, list[int]]]
 """Tensors, and numbers of chunks of each."""
 
@@ -81,21 +81,21 @@ def _expert_bytes(catalog: Catalog, tasks: Tasks, chunks: _Chunks) -> int:
     what is read.
     """
     total = 0
-    blocks: list[bytes] = []
+    blocks = bytearray()
     for tensor, numbers in chunks:
         adapters = set()
         for number in numbers:
             (_, *rows), _ = tasks.named(tensor, number)
             for _, own, record in rows:
                 if record is None:
-                    blocks += split_ids(own)
+                    blocks += own
                 else:
                     adapters.add(record)
         total += sum(stored_bytes(catalog, list(adapters)))
-        if len(blocks) >= _BLOCKS_TOGETHER:
+        if len(blocks) >= _IDS_TOGETHER:
             total += int(catalog.stored_lengths(blocks).sum())
-            blocks = []
-    return total + int(catalog.stored_lengths(blocks).sum()) if blocks else total
+            blocks = bytearray()
+    return total + int(catalog.stored_lengths(blocks).sum())
 
 
 def _not_here(catalog: Catalog, tasks: Tasks, chunks: _Chunks) -> tuple[int, int]:

@@ -421,8 +421,7 @@ def unpin(
         work = _Unpinning(catalog, snapshot, record, manifest)
         work.run(rewriting, threads, progress)
         rewriting.publish(lambda transaction: catalog.index.delete(transaction, PINNED, snapshot))
-        blocks = list(work.blocks)
-        after = int(catalog.stored_lengths(blocks).sum()) if blocks else 0
+        after = int(catalog.stored_lengths(b"".join(work.blocks)).sum())
     return UnpinReport(
         snapshot=snapshot,
         base=work.base,
