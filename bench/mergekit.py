@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from generate import BASE, dense, write_family
-from measure import Run, keep, machine, median, options, ready, run
+from measure import Run, drop_cache, keep, machine, median, options, ready, run
 from store import Store
 
 EXPERTS = 4
@@ -83,12 +83,21 @@ class Bench:
             )
 
 
-def merged_by(program: Path, recipe: dict[str, Any], work: Path, family: Path) -> Run:
-    """Run mergekit's command line on a recipe of models below `family`; the result is removed."""
+def merged_by(
+    program: Path, recipe: dict[str, Any], work: Path, family: Path, *, is_cold: bool = False
+) -> Run:
+    """Run mergekit's command line on a recipe of models below `family`; the result is removed.
+
+    is_cold: with nothing of them in the page cache, where otherwise all of them are.
+    """
     file, out = work / "recipe.yml", work / "merged"
     file.write_text(json.dumps(recipe))  # JSON is YAML
     shutil.rmtree(out, ignore_errors=True)
-    ready(WARM_GIGABYTES, *sorted(family.glob("*/*.safetensors")))
+    if is_cold:
+        ready(WARM_GIGABYTES)
+        drop_cache(family)
+    else:
+        ready(WARM_GIGABYTES, *sorted(family.glob("*/*.safetensors")))
     # Its environment is its own: what makes mstore importable here is not for it.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}

@@ -182,6 +182,29 @@ def _budget(told: dict[str, Told]) -> Iterator[Row]:
         "11 times as fast",
         met=times >= 11,
     )
+    if "mergekit" not in told["budget"]:
+        return
+    times, limit = (told["budget"][key]["median"] for key in ("times_faster", "limit"))
+    yield Row(
+        "20 experts at a 10 % budget, cold",
+        "mergekit",
+        told["budget"]["mergekit"]["wall"],
+        ours["wall"]["median"],
+        f"{times:.0f} times as fast",
+        None,
+        "60 times as fast",
+        met=times >= 60,
+    )
+    yield Row(
+        "20 experts at a 10 % budget, cold",
+        "the disk alone, the same bytes",
+        found["disk"]["wall"]["median"],
+        ours["wall"]["median"],
+        f"{limit:.2f} times as long",
+        None,
+        "1.3 times as long",
+        met=limit <= 1.3,
+    )
 
 
 def _decoding(told: dict[str, Told]) -> Iterator[Row]:

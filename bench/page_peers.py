@@ -69,6 +69,12 @@ def _mergekit(found: Told) -> Iterator[Row]:
         )
 
 
+def _budget(found: Told) -> Iterator[Row]:
+    ours = found["scaling"]["20"]["10%"]["wall"]["median"]
+    work = f"merge 20 experts of {found['millions']:.0f} M parameters, reading 10 %, cold"
+    yield _faster(work, "mergekit, all of them", found["mergekit"]["wall"], ours)
+
+
 def _adapters(found: Told) -> Iterator[Row]:
     for key, many in (("one", "a LoRA adapter"), ("eight", "eight LoRA adapters")):
         ours = found[key]["mstore"]["wall"]
@@ -120,6 +126,7 @@ def _hub(found: Told) -> Iterator[Row]:
 
 MAKERS: tuple[tuple[str, Callable[[Told], Iterator[Row]]], ...] = (
     ("mergekit", _mergekit),
+    ("budget", _budget),
     ("adapters", _adapters),
     ("search", _search),
     ("lazy", _lazy),

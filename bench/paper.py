@@ -1,6 +1,10 @@
 """The figures of MergePipe (arXiv 2605.29489) at this machine's size, with a cold page cache.
 
     python bench/paper.py WORK [--rounds 2] [--millions 600] [--experts 20]
+    python bench/paper.py WORK --mergekit VENV/bin/mergekit-yaml [--rounds 5]
+
+With --mergekit only all experts at 10 %, beside mergekit (once), the naive merge, and the disk's own
+time for the bytes that the merge reads and writes: bench/results/budget.json.
 
 Writes and prints bench/results/paper.json.  WORK needs 40 GB: the plain files of 20 experts and the
 base (25 GB), a store of the same (12 GB), and what one round writes; all is removed at the end.
@@ -21,7 +25,9 @@ import os
 import shutil
 import statistics
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +36,8 @@ from mstore import MergeRequest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from generate import BASE, mixed, write_model
-from measure import Run, drop_cache, keep, machine, options, run, spread, warm_memory
+from measure import Run, drop_cache, keep, machine, median, options, run, spread, warm_memory
+from mergekit import merged_by, peer_versions
 from store import Store
 
 import mstore
@@ -50,6 +57,7 @@ BLOCK_SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
 BLOCKS_AT = 5  # experts, one of each kind
 SPREAD_ROUNDS = 10
 WARM_GIGABYTES = 4
+PIECE = 4 << 20
 Figures = dict[str, Any]
 
 
@@ -190,6 +198,63 @@ class Paper:
                 runs[variant].append(self.variant(variant, count, method))
         return {variant: summary(found, runs.get(NAIVE)) for variant, found in runs.items()}
 
+    def budget(self, count: int, rounds: int, program: Path) -> Figures:
+        """Rounds at 10 %, beside the naive merge, the disk alone, and mergekit in the first."""
+        recipe = {
+            "models": [
+                {"model": str(self.flat / name), "parameters": {"weight": 1.0}}
+                for name in self.names(count)
+            ],
+            "merge_method": "linear",
+            "dtype": "bfloat16",
+        }
+        runs: dict[str, list[Figures]] = {NAIVE: [], "10%": [], "disk": []}
+        for _ in range(rounds):
+            for variant in (NAIVE, "10%"):
+                runs[variant].append(self.variant(variant, count, "linear"))
+            ours = runs["10%"][-1]
+            runs["disk"].append(self.disk(ours["disk_read"], ours["disk_written"]))
+        theirs = merged_by(program, recipe, self.work, self.flat, is_cold=True)
+        times = [theirs.wall / one["wall"] for one in runs["10%"]]
+        limits = [
+            one["wall"] / disk["wall"] for one, disk in zip(runs["10%"], runs["disk"], strict=True)
+        ]
+        return {
+            "mergekit": median([theirs]),
+            "times_faster": spread(times),
+            "limit": spread(limits),
+            "scaling": {
+                str(count): {name: summary(found, runs[NAIVE]) for name, found in runs.items()}
+            },
+        }
+
+    def disk(self, read: int, written: int) -> Figures:
+        """The disk's own time: read so many bytes of packs, cold, while so many are written."""
+        packs = sorted(self.store.path.rglob("*.pack"))
+        out = self.work / "written"
+        self._ready(self.store.path)
+
+        def write() -> None:
+            data = memoryview(os.urandom(PIECE))
+            with out.open("wb", buffering=0) as file:
+                for start in range(0, written, PIECE):
+                    file.write(data[: written - start])
+                os.fsync(file.fileno())
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(write)
+            data = memoryview(bytearray(PIECE))
+            left = read
+            for pack in packs:
+                with pack.open("rb", buffering=0) as file:
+                    while left > 0 and (got := file.readinto(data[:left])):
+                        left -= got
+            writing.result()
+        wall = time.perf_counter() - began
+        out.unlink()
+        return {"wall": wall}
+
     def blocks(self, rounds: int) -> dict[str, Figures]:
         """The same experts in stores of other block sizes."""
         told = {}
@@ -261,19 +326,16 @@ def summary(runs: Sequence[Figures], naive: Sequence[Figures] | None = None) -> 
 def main() -> None:
     parser = options(__doc__, rounds=2, millions=600.0)
     parser.add_argument("--experts", type=int, default=COUNTS[-1])
-    parser.add_argument(
-        "--budget",
-        action="store_true",
-        help="only all experts at 10 % beside the naive merge: bench/results/budget.json",
-    )
+    parser.add_argument("--mergekit", type=Path, help="its mergekit-yaml: only 10 %%, beside it")
     arguments = parser.parse_args()
     paper = Paper(arguments.work.absolute() / "paper", arguments.millions, arguments.experts)
     rounds, most = arguments.rounds, arguments.experts
     results: Figures = {"machine": machine(), "millions": arguments.millions}
     results["experts"] = paper.set_up()
     results["plain_bytes"] = paper.plain_bytes()
-    if arguments.budget:
-        results["scaling"] = {str(most): paper.table([NAIVE, "10%"], most, "linear", rounds)}
+    if arguments.mergekit:
+        results |= {"versions": peer_versions(arguments.mergekit), "experts": most}
+        results |= paper.budget(most, rounds, arguments.mergekit)
         shutil.rmtree(paper.work)
         keep(arguments.results, "budget", results)
         return
