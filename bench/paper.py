@@ -3,8 +3,8 @@
     python bench/paper.py WORK [--rounds 2] [--millions 600] [--experts 20]
     python bench/paper.py WORK --mergekit VENV/bin/mergekit-yaml [--rounds 5]
 
-With --mergekit only all experts at 10 %, beside mergekit (once), the naive merge, and the disk's own
-time for the bytes that the merge reads and writes: bench/results/budget.json.
+With --mergekit only all experts at 10 %, beside mergekit (once), the naive merge, and the disk's
+own time for the bytes that the merge reads and writes: bench/results/budget.json.
 
 Writes and prints bench/results/paper.json.  WORK needs 40 GB: the plain files of 20 experts and the
 base (25 GB), a store of the same (12 GB), and what one round writes; all is removed at the end.
