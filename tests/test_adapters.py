@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -21,11 +21,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
+from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.adapters import add_up, adds
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
 from mstore.merge.arithmetic.tiles import ADDITIVE, ALL
-from mstore.models.adapters.low_rank import Factors
+from mstore.merge.measures import facts
+from mstore.models.adapters import low_rank
+from mstore.models.adapters.low_rank import Factors, load_factors
 from mstore.numeric.codes import ITEMSIZES
+from mstore.store.catalog import Catalog
+from mstore.store.objects.tensor import AppliedTensor
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
 
 BLOCK = 1 << 16
@@ -703,6 +708,27 @@ def test_what_a_store_knows_changes_no_plan_of_a_sum(store: Store, tmp_path: Pat
             other.analyze(name, base="base")
         again = other.plan(asked)
     assert (again.plan, again.error_bound) == (before.plan, before.error_bound)
+
+
+def test_planning_reads_all_factors_at_once_and_no_base(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a sum of adapters needs of its base is known since that was added."""
+    for seed, name in ((1, "one"), (2, "two")):
+        store.add(_adapter(seed, 4, [Q0, Q1, UP]).write(tmp_path / name), name=name)
+    read: list[int] = []
+
+    def counted(catalog: Catalog, records: Sequence[AppliedTensor], meter: Meter) -> list[Factors]:
+        read.append(len(records))
+        return load_factors(catalog, records, meter)
+
+    def refused(*_: object) -> float:
+        raise AssertionError("a tensor of the base is read")
+
+    monkeypatch.setattr(low_rank, "load_factors", counted)
+    monkeypatch.setattr(facts, "measure_squares", refused)
+    assert store.plan(ask("task_arithmetic", "one", "two")).analyze_bytes_read
+    assert read == [6]
 
 
 def test_a_new_tensor_is_not_made_of_another_product(store: Store, tmp_path: Path) -> None:

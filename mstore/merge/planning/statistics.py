@@ -341,23 +341,17 @@ class DeltaStatistics:
     ) -> Iterator[None]:
         """Measure products, a few with each step."""
 
-        def rows_of(keys: Sequence[_ProductKey], squares: Sequence[float]) -> list[Rows]:
+        def rows_of(keys: Sequence[_ProductKey], squares: Mapping[TensorId, float]) -> list[Rows]:
             records = [wanted[key][0] for key in keys]
             read = low_rank.load_factors(self._catalog, records, self._factors)
             return [
-                product_rows(factors, square, math.prod(record.shape), chunk)
-                for factors, square, record, (_, chunk) in zip(
-                    read, squares, records, keys, strict=True
-                )
+                product_rows(factors, squares[base], math.prod(record.shape), chunk)
+                for factors, record, ((base, _), chunk) in zip(read, records, keys, strict=True)
             ]
 
         def submit(keys: Sequence[_ProductKey]) -> Future[list[Rows]]:
-            bases = [wanted[key][1] for key in keys]
-            known = self._statistics.squares_of([id for id, _ in bases])
-            squares = [
-                self._facts().squares(base, pool) if square is None else square
-                for base, square in zip(bases, known, strict=True)
-            ]
+            bases = dict(wanted[key][1] for key in keys)
+            squares = {id: self._facts().squares((id, one), pool) for id, one in bases.items()}
             return pool.submit(rows_of, keys, squares)
 
         def length(key: _ProductKey) -> int:
