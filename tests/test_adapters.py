@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -21,11 +21,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
+from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.adapters import add_up, adds
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
 from mstore.merge.arithmetic.tiles import ADDITIVE, ALL
-from mstore.models.adapters.low_rank import Factors
+from mstore.merge.measures import facts
+from mstore.models.adapters import low_rank
+from mstore.models.adapters.low_rank import Factors, load_factors
 from mstore.numeric.codes import ITEMSIZES
+from mstore.store.catalog import Catalog
+from mstore.store.objects.tensor import AppliedTensor
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
 
 BLOCK = 1 << 16
@@ -343,8 +348,16 @@ def test_numbers_that_are_not_finite() -> None:
     assert words == [0x7F800000, 0x7FC00000, 0x7FC00000, 0x7FC00000, 0, 0]
 
 
+ODD = {
+    "BF16": [0, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F81],
+    "F16": [0, 0x8000, 0x7C00, 0xFC00, 0x7E00, 0xFE00, 0x7C01],
+    "F32": [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7F800001],
+}
+"""Zeros, infinities and NaNs of either sign, and a NaN that signals."""
+
+
 @given(
-    shape=st.tuples(st.integers(1, 70), st.integers(1, 9), st.integers(1, 90)),
+    shape=st.tuples(st.integers(1, 70), st.integers(1, 9), st.integers(1, 150)),
     experts=st.lists(st.sampled_from([1.0, -0.3, 0.0, 1e30, None]), min_size=1, max_size=6).filter(
         lambda weights: any(one is not None for one in weights)
     ),
@@ -369,6 +382,8 @@ def test_a_sum_of_products_is_that_of_rows_in_memory(
     n = 1 + int(rng.integers(rows * columns - first))
     base_dtype, out_dtype = dtypes
     base = rng.integers(0, 256, n * ITEMSIZES[base_dtype], dtype=np.uint8)
+    bits, odd = base.view(f"<u{ITEMSIZES[base_dtype]}"), rng.random(n) < 0.1
+    bits[odd] = rng.choice(ODD[base_dtype], int(odd.sum()))
     weights = [1.0 if one is None else one for one in experts]
     mix = Mix(
         weights=np.array(weights, dtype=np.float32),
@@ -693,6 +708,27 @@ def test_what_a_store_knows_changes_no_plan_of_a_sum(store: Store, tmp_path: Pat
             other.analyze(name, base="base")
         again = other.plan(asked)
     assert (again.plan, again.error_bound) == (before.plan, before.error_bound)
+
+
+def test_planning_reads_all_factors_at_once_and_no_base(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a sum of adapters needs of its base is known since that was added."""
+    for seed, name in ((1, "one"), (2, "two")):
+        store.add(_adapter(seed, 4, [Q0, Q1, UP]).write(tmp_path / name), name=name)
+    read: list[int] = []
+
+    def counted(catalog: Catalog, records: Sequence[AppliedTensor], meter: Meter) -> list[Factors]:
+        read.append(len(records))
+        return load_factors(catalog, records, meter)
+
+    def refused(*_: object) -> float:
+        raise AssertionError("a tensor of the base is read")
+
+    monkeypatch.setattr(low_rank, "load_factors", counted)
+    monkeypatch.setattr(facts, "measure_squares", refused)
+    assert store.plan(ask("task_arithmetic", "one", "two")).analyze_bytes_read
+    assert read == [6]
 
 
 def test_a_new_tensor_is_not_made_of_another_product(store: Store, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import families
@@ -19,6 +20,9 @@ from families import BLOCK, Family
 from mstore import Store, fs
 from mstore.api.reports import AddReport
 from mstore.checkpoint.models import name_in_model
+from mstore.models.stats.analysis import measure_squares
+from mstore.numeric.codes import ITEMSIZES
+from mstore.numeric.passes import Pass
 from mstore.terms.errors import (
     BadCheckpoint,
     BadName,
@@ -27,6 +31,7 @@ from mstore.terms.errors import (
     MstoreError,
     NotFound,
     StorageFailed,
+    Unavailable,
 )
 from mstore.terms.report import Progress
 
@@ -71,6 +76,39 @@ def test_the_same_bytes_again_store_nothing(store: Store, tmp_path: Path) -> Non
     other = store.add(path, name="b")
     assert (other.new_snapshot, other.manifest, other.blocks_new) == (True, first.manifest, 0)
     assert other.bytes_written < 16384
+
+
+def test_squares_are_known_of_what_was_added(store: Store, tmp_path: Path) -> None:
+    """Those of each tensor that can be merged, bit for bit what reading it again gives."""
+    odd = {"whole": np.arange(9, dtype=np.int64), "none": np.zeros((0, 4), dtype=np.float32)}
+    store.add(families.write_checkpoint(tmp_path / "a", FAMILY.base | odd, shards=2), name="a")
+    records = {id: store._catalog.tensor(id) for id in store.view("a").tensors.values()}
+    with ThreadPoolExecutor(2) as pool:
+        for id, record in records.items():
+            known = store._statistics.squares(id)
+            if record.dtype in ITEMSIZES and record.nbytes:
+                assert known == measure_squares(store._catalog, record, pool) > 0
+            else:
+                assert known is None
+    assert any(record.block_count() > 1 for record in records.values())
+
+
+def test_adding_raw_blocks_needs_no_kernel(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where compiled code cannot run, the sums of squares are left to planning."""
+
+    def refuse(self: Pass, *arguments: int) -> None:
+        raise Unavailable("compiled kernels cannot run here")
+
+    store.configure("codec", "raw")
+    path = families.write_checkpoint(tmp_path / "a", FAMILY.base)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pass, "__call__", refuse)
+        store.add(path, name="a")
+    ids = list(store.view("a").tensors.values())
+    assert store._statistics.squares_of(ids) == [None] * len(ids)
+    assert store.fsck(read_data=True).problems == ()
 
 
 def test_resharding_adds_only_headers(store: Store, tmp_path: Path) -> None:

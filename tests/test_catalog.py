@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from small_models import BLOCK, small_model
 
 from mstore import fs
 from mstore.api import Store
-from mstore.blocks.codecs import PLAIN_BYTES, Policy, encode
+from mstore.blocks.codecs import PLAIN_BYTES, Codec, Policy, encode
 from mstore.blocks.location import Location
 from mstore.blocks.packs import Kind
 from mstore.blocks.reader import Meter
@@ -38,7 +38,7 @@ from mstore.terms.errors import (
     NotFound,
     StorageFailed,
 )
-from mstore.terms.ids import BlockId, ManifestId, SnapshotId, TensorId
+from mstore.terms.ids import BlockId, ManifestId, PackId, SnapshotId, TensorId
 from mstore.terms.sizes import exact_size
 
 
@@ -391,6 +391,33 @@ def test_every_block_reads_as_what_it_is(catalog: Catalog) -> None:
     assert catalog.locate(found) == list(found.values())
 
 
+def test_neighbours_are_read_together(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks come in the order asked for, wherever they lie; those side by side in one read."""
+    found = blocks(catalog)
+    raw = sorted(
+        (location.pack, location.offset, id)
+        for id, location in found.items()
+        if location.codec == Codec.RAW
+    )
+    read: list[int] = []
+    source = catalog.packs.read_scattered
+
+    def counted(pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
+        read.append(len(targets))
+        source(pack, offset, targets)
+
+    monkeypatch.setattr(catalog.packs, "read_scattered", counted)
+    meter = Meter("expert")
+    wanted = [id for *_, id in reversed(raw)]
+    data = catalog.read_blocks(wanted, meter)
+    assert data.tobytes() == b"".join(map(bytes, map(catalog.read_block, wanted)))
+    assert sum(read) == len(raw) > len(read)
+    assert meter.total == sum(found[id].stored_length for id in wanted)
+    several = [*found, *found]
+    data = catalog.read_blocks(several)
+    assert data.tobytes() == b"".join(map(bytes, map(catalog.read_block, several)))
+
+
 def test_a_flipped_bit_is_an_error_that_names_the_block(catalog: Catalog) -> None:
     """No damaged byte of any payload is handed out; the error says which block, pack and offset."""
     for id, location in blocks(catalog).items():
@@ -402,6 +429,9 @@ def test_a_flipped_bit_is_an_error_that_names_the_block(catalog: Catalog) -> Non
             assert refusal.value.where == f"block {id}"
             assert location.pack.short in refusal.value.what
             assert str(location.offset) in refusal.value.what
+            with pytest.raises(Corrupt) as refusal:
+                catalog.read_blocks(list(blocks(catalog)))
+            assert refusal.value.where == f"block {id}"
             with pytest.raises(Corrupt, match=str(location.offset)):
                 catalog.read_block_into(id, location, memoryview(bytearray(location.raw_length)))
             flip(path, location.offset + place)

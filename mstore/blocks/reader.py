@@ -101,6 +101,25 @@ class BlockReader:
         payload = self._source.read(at.pack, at.offset, at.stored_length)
         decode_into(id, at, payload, target, base)
 
+    def take_raw(self, run: Sequence[tuple[BlockId, Location, memoryview]]) -> bool:
+        """Fill targets, as long as their blocks, with raw blocks that follow each other at rest.
+
+        Returns False if one is encoded, is not there, or does not match its id: then targets have
+        any contents, and reading each block alone tells why.  Raises StorageFailed.
+        """
+        places = [at for _, at, _ in run]
+        if any(
+            at.codec != Codec.RAW or not at.stored_length == at.raw_length <= self._block_size
+            for at in places
+        ):
+            return False
+        targets = [target for *_, target in run]
+        try:
+            self._source.read_scattered(places[0].pack, places[0].offset, targets)
+        except Corrupt:
+            return False
+        return all(blake3(target).digest() == id for id, _, target in run)
+
     def payload(self, id: BlockId, at: Location) -> Buffer:
         """Return the stored bytes, after checking their length but not their content."""
         self.check_lengths(id, at)

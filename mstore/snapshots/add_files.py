@@ -4,7 +4,8 @@ Each file is cut into its parts (header, tensors) and those into blocks.  Thread
 groups of neighbouring blocks, ask the catalog which of them are new, and encode those; the calling
 thread takes the groups in file order and writes them.  With a base, the same pass compares each
 block with the base's block at the same place: it takes the statistics of their difference, and may
-store the block as that difference.
+store the block as that difference.  Without one it takes the sums of squares of the tensors: what
+plans ask of a base, which this may become.
 
 Memory: a few groups per thread, whatever the model's size.  A file is opened once, and must still
 have the stamp that it had when it was listed; a file that is replaced or changes while it is read
@@ -14,6 +15,7 @@ stops the add.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,13 +31,14 @@ from mstore.checkpoint.directory import SourceFile
 from mstore.checkpoint.models import full_name
 from mstore.checkpoint.reading import OpenSource
 from mstore.models.stats.store import StatsStore
+from mstore.numeric.codes import ITEMSIZES
 from mstore.store.ahead import in_groups, in_order
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Part
 from mstore.store.objects.shapes import matching
 from mstore.store.objects.tensor import BYTES, Tensor, partition
 from mstore.store.transaction import Transaction
-from mstore.terms.errors import Corrupt, NotFound
+from mstore.terms.errors import Corrupt, NotFound, Unavailable
 from mstore.terms.ids import BlockId, TensorId
 
 if TYPE_CHECKING:
@@ -141,7 +144,7 @@ class _FileReader:
         block_size: int,
         known: Callable[[Sequence[BlockId]], list[bool]],
         policy: Policy,
-        comparison: _Comparison | None,
+        comparison: _Comparison | _Squares,
         spare: deque[bytearray],
     ) -> None:
         self._source = source
@@ -172,14 +175,10 @@ class _FileReader:
         blocks = [view[end - span.length : end] for span, end in zip(spans, ends, strict=True)]
         ids = [BlockId.of(block) for block in blocks]
         known = self._known(ids)
-        places: list[Location | None] = [None] * len(spans)
-        if self._comparison is not None:
-            places = self._comparison.locate(spans)
+        places = self._comparison.locate(spans)
         encoded: list[Encoded | None] = []
         for span, block, id, is_known, at in zip(spans, blocks, ids, known, places, strict=True):
-            base = None
-            if self._comparison is not None:
-                base = self._comparison.take(span, block, id, at, is_known=is_known)
+            base = self._comparison.take(span, block, id, at, is_known=is_known)
             # A block that occurs twice in concurrent groups is encoded twice, and stored once.
             elements = self._parts[span.part].elements
             encoded.append(None if is_known else encode(block, elements, self._policy, base))
@@ -270,6 +269,46 @@ class _Comparison:
         if measure is not None:
             measure.take_chunk(span.number, plain, expert)
         return delta_base
+
+
+class _Squares:
+    """Adds up the squares of a file's tensors, block by block, in the reading threads.
+
+    A block is a chunk, so these are the sums that planning would measure.  It does so where this
+    program cannot: adding raw blocks needs no kernel.
+    """
+
+    def __init__(self, parts: list[_PartPlan]) -> None:
+        self._sums: list[list[float]] = [[] for _ in parts]
+        self._parts = parts
+        self._is_able = True
+
+    def locate(self, spans: list[_Span]) -> list[None]:
+        """Return that no block of a base is needed."""
+        return [None] * len(spans)
+
+    def take(
+        self, span: _Span, data: memoryview, id: BlockId, at: Location | None, *, is_known: bool
+    ) -> None:
+        """Measure one block."""
+        dtype = self._parts[span.part].dtype
+        if dtype not in ITEMSIZES or not self._is_able:
+            return
+        import numpy as np
+
+        from mstore.models.stats.deltas import base_squares
+
+        stored = np.frombuffer(data, dtype=np.uint8)
+        try:
+            square = base_squares(stored, dtype, span.length // ITEMSIZES[dtype])
+        except Unavailable:
+            self._is_able = False
+        else:
+            self._sums[span.part].append(square)
+
+    def totals(self) -> list[float | None]:
+        """Return the sum of each part, None of one that was not measured."""
+        return [math.fsum(sums) if sums and self._is_able else None for sums in self._sums]
 
 
 class FileAdder:
@@ -425,7 +464,8 @@ class FileAdder:
     ) -> list[Part]:
         """Store new blocks of some parts of a file, and their records."""
         measures = self._measures(parts)
-        comparison = None
+        squares = _Squares(parts)
+        comparison: _Comparison | _Squares = squares
         if any(part.base is not None for part in parts):
             comparison = _Comparison(self.catalog, parts, measures, self.policy, self.lost)
         ids: list[list[BlockId]] = [[] for _ in parts]
@@ -448,10 +488,11 @@ class FileAdder:
             for part, blocks in zip(parts, ids, strict=True)
         ]
         stored = []
-        for part, id, measure in zip(
-            parts, self.transaction.put_records(tensors), measures, strict=True
-        ):
+        put = self.transaction.put_records(tensors)
+        for part, id, measure, square in zip(parts, put, measures, squares.totals(), strict=True):
             stored.append(Part(part.name, id, part.nbytes))
+            if square is not None:
+                self.statistics.put_squares(TensorId(id), square)
             if measure is not None and part.base_id is not None:
                 if not measure.is_finite():
                     self.not_finite.append(part.name or "")

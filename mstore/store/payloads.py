@@ -7,16 +7,16 @@ not change.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.location import Location, Row, base_of, stored_lengths
+from mstore.blocks.location import Location, Row, base_of, in_runs, stored_lengths
 from mstore.blocks.pack_store import HERE, Packs, Places
 from mstore.blocks.packs import Kind, Outdated, PackGone
 from mstore.blocks.reader import (
@@ -321,16 +321,27 @@ class Payloads:
     def read_blocks(
         self, blocks: Sequence[BlockId], meter: Meter | None = None
     ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Read the plain bytes of blocks, one after the other, each checked; raises as `locate`."""
+        """Read the plain bytes of blocks, one after the other, each checked; raises as `locate`.
+
+        Raw blocks that follow each other at rest are read with one call.
+        """
         import numpy as np  # late, as above
 
         locations = self.locate(blocks)
         data = np.empty(sum(location.raw_length for location in locations), dtype=np.uint8)
-        target = data.data
-        done = 0
-        for block, location in zip(blocks, locations, strict=True):
-            self.read_block_into(block, location, target[done : done + location.raw_length], meter)
-            done += location.raw_length
+        ends = itertools.accumulate(location.raw_length for location in locations)
+        wanted = [
+            (block, at, data.data[end - at.raw_length : end])
+            for block, at, end in zip(blocks, locations, ends, strict=True)
+        ]
+        wanted.sort(key=lambda one: (one[1].pack, one[1].offset))
+        for run in in_runs(wanted, itemgetter(1)):
+            if meter is not None:
+                meter.charge(sum([at.stored_length for _, at, _ in run]))
+            if not self._reader.take_raw(run):
+                # Encoded, moved or damaged: each of them is looked after.
+                for block, at, target in run:
+                    self.read_block_into(block, at, target)
         return data
 
     def read_parts(self, parts: Iterable[Part]) -> bytes:
@@ -457,7 +468,7 @@ class Payloads:
         Reads pack by pack, in stored order, past the cache.  Leaves the others to `record`, which
         tells what is wrong with each; raises nothing itself.
         """
-        for pack, some in groupby(sorted(places), key=itemgetter(0)):
+        for pack, some in itertools.groupby(sorted(places), key=itemgetter(0)):
             readable = [one for one in some if one[3] == Codec.RAW and one[2] <= RECORD_LIMIT]
             spans = [(offset, stored) for _, offset, stored, _, _ in readable]
             with suppress(Corrupt, StorageFailed):

@@ -26,12 +26,15 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def adds(mix: Mix) -> bool:
-    """Return whether a method adds up whole deltas: it trims, draws and elects nothing."""
+    """Return whether a method adds up whole deltas: it trims, draws and elects nothing.
+
+    Weights are finite: zero times infinity is not left out of a sum.
+    """
     kind, _, cuts, masked = mix.flags.tolist()
     return (
         (kind, cuts, masked) == (ADDITIVE, 0, 0)
         and min(mix.mask_limits) >= ALL
-        and bool((mix.rescales == 1).all())
+        and bool((mix.rescales == 1).all() and np.isfinite(mix.weights).all())
     )
 
 

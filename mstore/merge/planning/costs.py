@@ -151,6 +151,11 @@ class Comparer:
         """Return the elements of a chunk, and what `compare` found of a tensor."""
         return self._found.get(name)
 
+    def chunk_of(self, name: str) -> int | None:
+        """Return the elements of a chunk of a tensor that `compare` found."""
+        found = self._found.get(name)
+        return None if found is None else found[0]
+
     def of(self, base: Tensor, experts: Sequence[Tensor], chunk: int) -> Compared:
         """Compare one tensor."""
         return self._compared([(base, experts)], chunk)

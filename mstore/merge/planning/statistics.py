@@ -11,10 +11,9 @@ survey gives the same with digests and without.  Belongs to one survey; not thre
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -32,6 +31,7 @@ from mstore.models.stats.pairs import SingleTables, keep_products, product_rows
 from mstore.models.stats.store import StatsStore
 from mstore.models.stats.table import DeltaTable, Digest
 from mstore.numeric.codes import ITEMSIZES
+from mstore.store.ahead import in_groups, in_order
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import BadRequest
@@ -45,10 +45,17 @@ if TYPE_CHECKING:
 Pair = tuple[TensorId, TensorId]
 Side = tuple[TensorId, Tensor]
 """A tensor of a model, with its record."""
+_ProductKey = tuple[Pair, int]
+"""An adapter's product, and the elements of a chunk."""
+_Product = tuple[AppliedTensor, Side]
+"""The record of a product, and what it is added to."""
+_ENDED: Final = object()
 TOGETHER: Final = 1 << 10
 """Tables of one chunk that are opened together."""
-_READ_TOGETHER: Final = 4
-"""Adapters whose factors a thread reads together."""
+_READ_TOGETHER: Final = 2 << 20
+"""Bytes of factors that a thread reads together."""
+_AHEAD: Final = 16
+"""Groups of products that are measured before the first of them is asked for."""
 BY_SKETCH: Final = "conflict"
 """The score that compares sketches, which digests leave out."""
 
@@ -169,11 +176,32 @@ class DeltaStatistics:
         self._facts = facts
         self._factors = factors
         self._known = KnownDigests(statistics, request)
+        self._products: dict[_ProductKey, Rows] = {}
+        self._measuring: Iterator[None] = iter(())
         self.missing: list[tuple[str, str]] = []
 
     def fetch(self, candidates: Iterable[Candidate]) -> None:
         """Fetch what is known of these tensors."""
         self._known.fetch(asked for one in candidates for asked in self._measured(one))
+
+    def measure_products(
+        self,
+        candidates: Iterable[Candidate],
+        chunk_of: Callable[[str], int | None],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        """Begin to measure the products of these tensors, in their order, ahead of `summaries`.
+
+        chunk_of: the elements of a tensor's chunk, None if they are not known yet.
+        """
+        wanted: dict[_ProductKey, _Product] = {}
+        for one in candidates:
+            operation, chunk = self._request.operation_of(one.name), chunk_of(one.name)
+            if chunk is not None:
+                pairs = {k: (one.base_id, id) for k, id, _ in self._moving(one, operation)}
+                base = one.base_id, one.base
+                wanted |= self._products_of(operation, base, one.pairs, pairs, chunk)
+        self._measuring = self._measure(wanted, pool)
 
     def unmeasured(self, candidates: Iterable[Candidate]) -> list[tuple[str, int]]:
         """Return name and expert of what moves a tensor and has no statistics yet."""
@@ -281,27 +309,59 @@ class DeltaStatistics:
         pool: ThreadPoolExecutor,
     ) -> dict[int, DeltaSummary]:
         """Return upper bounds on the rows of products, where planning needs no more of them."""
-        products = {
-            pair: record
+        wanted = self._products_of(operation, base, experts, moving, chunk)
+        while missing := wanted.keys() - self._products.keys():
+            if next(self._measuring, _ENDED) is _ENDED:
+                self._measuring = self._measure({key: wanted[key] for key in missing}, pool)
+        keys = {k: (pair, chunk) for k, pair in moving.items()}
+        return {
+            k: DeltaSummary(self._products[key], ()) for k, key in keys.items() if key in wanted
+        }
+
+    def _products_of(
+        self,
+        operation: Operation,
+        base: Side,
+        experts: Sequence[Side],
+        moving: Mapping[int, Pair],
+        chunk: int,
+    ) -> dict[_ProductKey, _Product]:
+        """Return the products of a tensor of which planning needs only norms."""
+        if not (self._request.analyze and operation.needs_only_norms):
+            return {}
+        return {
+            (pair, chunk): (record, base)
             for k, pair in moving.items()
             for record in (experts[k][1],)
             if isinstance(record, AppliedTensor) and record.magnitude is None
         }
-        if not (products and self._request.analyze and operation.needs_only_norms):
-            return {}
-        squares = self._facts().squares(base, pool)
-        elements = math.prod(base[1].shape)
 
-        def rows_of(records: Sequence[AppliedTensor]) -> list[Rows]:
+    def _measure(
+        self, wanted: Mapping[_ProductKey, _Product], pool: ThreadPoolExecutor
+    ) -> Iterator[None]:
+        """Measure products, a few with each step."""
+
+        def rows_of(keys: Sequence[_ProductKey], squares: Mapping[TensorId, float]) -> list[Rows]:
+            records = [wanted[key][0] for key in keys]
             read = low_rank.load_factors(self._catalog, records, self._factors)
-            return [product_rows(factors, squares, elements, chunk) for factors in read]
+            return [
+                product_rows(factors, squares[base], math.prod(record.shape), chunk)
+                for factors, record, ((base, _), chunk) in zip(read, records, keys, strict=True)
+            ]
 
-        records = list(products.values())
-        some = [records[at : at + _READ_TOGETHER] for at in range(0, len(records), _READ_TOGETHER)]
-        rows = itertools.chain.from_iterable(pool.map(rows_of, some))
-        found = dict(zip(products, rows, strict=True))
-        keep_products(self._statistics, found)
-        return {k: DeltaSummary(found[pair], ()) for k, pair in moving.items() if pair in found}
+        def submit(keys: Sequence[_ProductKey]) -> Future[list[Rows]]:
+            bases = dict(wanted[key][1] for key in keys)
+            squares = {id: self._facts().squares((id, one), pool) for id, one in bases.items()}
+            return pool.submit(rows_of, keys, squares)
+
+        def length(key: _ProductKey) -> int:
+            return wanted[key][0].factor_bytes
+
+        for keys, rows in in_order(submit, in_groups(wanted, length, _READ_TOGETHER), ahead=_AHEAD):
+            self._products.update(zip(keys, rows, strict=True))
+            found = zip((pair for pair, _ in keys), rows, strict=True)
+            keep_products(self._statistics, dict(found))
+            yield
 
     def _checked(
         self,

@@ -167,6 +167,7 @@ class Surveyor:
         done = 0
         with ThreadPoolExecutor(self._threads, "survey") as pool:
             squares = self._base_squares(records, pool)
+            self._deltas.measure_products(candidates.values(), self._comparer.chunk_of, pool)
             for name, (base_tensor, record) in records.items():
                 if first[name] == name and name in left_out:
                     there = [found.get(name) for found in experts]

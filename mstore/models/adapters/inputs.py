@@ -247,8 +247,16 @@ class Inputs:
         tensors = dict(base)
         for tensor, name in targets.replaced:
             tensors[tensor] = own[name]
-        for product in targets.products:
-            record = self._product(product, base, own, config, where)
+        # All of them with one look into the index.
+        named = [product.names(dora=config.dora) for product in targets.products]
+        ids = [base[product.tensor] for product in targets.products]
+        ids += [own[name] for names in named for name in names]
+        stored = dict(zip(ids, self._catalog.tensors(ids), strict=True))
+        for product, names in zip(targets.products, named, strict=True):
+            found = {name: stored[own[name]] for name in names}
+            before = stored[base[product.tensor]]
+            require_product(product, config, {product.tensor: before}, found, where)
+            record = self._product(product, before, found, config)
             id = record.id()
             self._applied[id] = record
             tensors[product.tensor] = id
@@ -266,15 +274,9 @@ class Inputs:
         return tensors
 
     def _product(
-        self, product: Product, base: Names, own: Names, config: LoraConfig, where: str
+        self, product: Product, before: Tensor, found: Mapping[str, Tensor], config: LoraConfig
     ) -> AppliedTensor:
-        magnitude = product.magnitude if config.dora else None
-        named = [product.up, product.down, *([] if magnitude is None else [magnitude])]
-        before, *factors = self._catalog.tensors(
-            [base[product.tensor], *(own[name] for name in named)]
-        )
-        found = dict(zip(named, factors, strict=True))
-        require_product(product, config, {product.tensor: before}, found, where)
+        """Return what a product makes of a tensor; found: the adapter's own tensors, by name."""
         up, down = found[product.up], found[product.down]
         transposed = is_transposed(product, config)
         # The transposed product is that of the transposed factors, in the other order.
@@ -285,7 +287,7 @@ class Inputs:
             right,
             transposed=transposed,
             scale=config.scale_of(product.module),
-            magnitude=None if magnitude is None else found[magnitude],
+            magnitude=found.get(product.magnitude or ""),
             block_size=self._catalog.block_size,
         )
 

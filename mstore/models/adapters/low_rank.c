@@ -14,11 +14,12 @@
 #if defined(__AVX512F__)
 #define LANES 16
 #define TOGETHER 4 /* rows whose sums are in registers */
+#define PANEL 64
 #else
 #define LANES 8
 #define TOGETHER 2
-#endif
 #define PANEL 32
+#endif
 #define ROWS 32
 #define VECTORS (PANEL / LANES)
 
@@ -68,7 +69,7 @@ typedef struct {
 
 /* A block of the run.  Elements that are not in the run are anything. */
 typedef struct {
-    float base[ROWS][PANEL], sums[ROWS][PANEL], mixed[ROWS][PANEL], panel[];
+    float base[ROWS][PANEL], mixed[ROWS][PANEL], panel[];
 } Block;
 
 /* -- elements ---------------------------------------------------------------------------------- */
@@ -146,6 +147,9 @@ INLINE void load(const Run *run, i64 row, i64 column, float *to) {
     const Part part = part_of(run, row, column);
     const i64 size = size_of(run->base_code);
     const u8 *stored = run->base + size * part.at;
+    /* The next block's: rows are far apart, so the processor does not foresee it. */
+    for (i64 line = 0; line < size * PANEL; line += 64)
+        __builtin_prefetch(stored + size * PANEL + line);
     u8 whole[4 * PANEL];
     if (part.count < PANEL) {
         __builtin_memset(whole, 0, sizeof whole);
@@ -183,13 +187,18 @@ INLINE void gather(const Product *own, i64 columns, i64 column, float *panel) {
         }
 }
 
-/* The sums of TOGETHER rows of a panel. */
-INLINE void sums_of(const float *const *left, i64 rank, const float *panel, float (*sums)[PANEL]) {
+/* The sums of a product for rows [top + i, top + i + TOGETHER) of the run and the panel's columns. */
+INLINE void sums_of(const Product *own, const Run *run, i64 top, const float *panel,
+                    F (*sums)[VECTORS]) {
+    const float *left[TOGETHER];
+    /* Beyond the last row it stands in; nobody reads the result. */
+    for (int i = 0; i < TOGETHER; i++)
+        left[i] = own->left + least(top + i, run->rows - 1) * own->rank;
     F found[TOGETHER][VECTORS];
     for (int i = 0; i < TOGETHER; i++)
         for (int v = 0; v < VECTORS; v++)
             found[i][v] = 0;
-    for (i64 r = 0; r < rank; r++, panel += PANEL) {
+    for (i64 r = 0; r < own->rank; r++, panel += PANEL) {
         F right[VECTORS];
         COPY(right, panel, sizeof right);
         for (int i = 0; i < TOGETHER; i++)
@@ -201,22 +210,10 @@ INLINE void sums_of(const float *const *left, i64 rank, const float *panel, floa
     COPY(sums, found, sizeof found);
 }
 
-/* The sums of a product for a block, whose first row is row `top` of the run. */
-INLINE void product_of(const Product *own, const Run *run, i64 top, i64 column, Block *block) {
-    gather(own, run->columns, column, block->panel);
-    for (i64 i = 0; i < ROWS; i += TOGETHER) {
-        const float *left[TOGETHER];
-        /* Beyond the last row it stands in; nobody reads the result. */
-        for (int j = 0; j < TOGETHER; j++)
-            left[j] = own->left + least(top + i + j, run->rows - 1) * own->rank;
-        if (top + i < run->rows) sums_of(left, own->rank, block->panel, block->sums + i);
-    }
-}
-
 /* A vector of the expert: base + scale * sum. */
-INLINE U applied(const Product *own, const float *base, const float *sums) {
-    const F moved = own->scale * at(sums);
-    return quiet(at(base) + moved);
+INLINE F applied(const Product *own, F base, F sum) {
+    const F moved = own->scale * sum;
+    return base + moved;
 }
 
 #if defined(APPLY)
@@ -224,13 +221,18 @@ INLINE U applied(const Product *own, const float *base, const float *sums) {
 #define GIVEN Product
 
 static void block_of(const Run *run, i64 top, i64 column, const Product *own, Block *block) {
-    product_of(own, run, top, column, block);
-    for (i64 i = 0; i < least(ROWS, run->rows - top); i++) {
-        U bits[VECTORS];
-        load(run, top + i, column, block->base[i]);
-        for (int v = 0; v < VECTORS; v++)
-            bits[v] = applied(own, block->base[i] + LANES * v, block->sums[i] + LANES * v);
-        store(run, top + i, column, bits);
+    const i64 rows = least(ROWS, run->rows - top);
+    gather(own, run->columns, column, block->panel);
+    for (i64 i = 0; i < rows; i += TOGETHER) {
+        F sums[TOGETHER][VECTORS];
+        sums_of(own, run, top + i, block->panel, sums);
+        for (i64 j = 0; j < least(TOGETHER, rows - i); j++) {
+            U bits[VECTORS];
+            load(run, top + i + j, column, block->base[i + j]);
+            for (int v = 0; v < VECTORS; v++)
+                bits[v] = quiet(applied(own, at(block->base[i + j] + LANES * v), sums[j][v]));
+            store(run, top + i + j, column, bits);
+        }
     }
 }
 
@@ -245,17 +247,22 @@ static void block_of(const Run *run, i64 top, i64 column, const Sum *sum, Block 
     __builtin_memset(block->mixed, 0, sizeof block->mixed);
     for (i64 k = 0; k < sum->experts; k++) {
         const Product *own = sum->products + k;
-        product_of(own, run, top, column, block);
-        for (i64 i = 0; i < rows; i++)
-            for (int v = 0; v < VECTORS; v++) {
-                const float *base = block->base[i] + LANES * v;
-                float *mixed = block->mixed[i] + LANES * v;
-                const U expert = applied(own, base, block->sums[i] + LANES * v);
-                const F delta = own->weight * ((F)expert - at(base));
-                /* Equal bits are no delta, also of a NaN. */
-                const F total = at(mixed) + (F)chosen(expert == (U)at(base), (U)0, (U)delta);
-                COPY(mixed, &total, sizeof total);
-            }
+        gather(own, run->columns, column, block->panel);
+        for (i64 i = 0; i < rows; i += TOGETHER) {
+            F sums[TOGETHER][VECTORS];
+            sums_of(own, run, top + i, block->panel, sums);
+            for (int j = 0; j < TOGETHER; j++)
+                for (int v = 0; v < VECTORS; v++) {
+                    const F base = at(block->base[i + j] + LANES * v);
+                    float *mixed = block->mixed[i + j] + LANES * v;
+                    const F expert = applied(own, base, sums[j][v]);
+                    const F delta = own->weight * (expert - base);
+                    /* Equal infinities are no delta.  A NaN makes a NaN, which the base's NaN is,
+                       too; zeros of either sign add nothing, as weights are finite. */
+                    const U total = chosen(expert != base, (U)(at(mixed) + delta), (U)at(mixed));
+                    COPY(mixed, &total, sizeof total);
+                }
+        }
     }
     for (i64 i = 0; i < rows; i++) {
         U bits[VECTORS];

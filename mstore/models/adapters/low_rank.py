@@ -26,8 +26,8 @@ from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.store.remembered import Recent
 
-_BLOCK: Final = 32
-"""Rows, and columns, that a pass computes at a time."""
+_BLOCK: Final = 32, 64
+"""The most rows, and columns, that a pass computes at a time."""
 PRODUCTS: Final = ("models/adapters/low_rank.c", "numeric/codes.py")
 """The source of the passes that compute products."""
 _ROWS: Final = ("numeric/floats.py", "models/adapters/low_rank_passes.py")
@@ -142,7 +142,8 @@ def operands(
         ],
         dtype=_PRODUCT,
     )
-    block = np.empty(_BLOCK * (3 * _BLOCK + int(products["rank"].max())), dtype=np.float32)
+    rows_of_block, panel = _BLOCK
+    block = np.empty(panel * (2 * rows_of_block + int(products["rank"].max())), dtype=np.float32)
     run = CODES[dtype], base.ctypes.data, skipped, n, rows, columns
     return Operands(run, products, block)
 

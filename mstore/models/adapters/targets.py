@@ -76,6 +76,11 @@ class Product(msgspec.Struct, frozen=True):
     embedding: bool
     magnitude: str | None
 
+    def names(self, *, dora: bool) -> tuple[str, ...]:
+        """Return the adapter's tensors that it is computed from.  dora: the magnitudes count."""
+        more = (self.magnitude,) if dora and self.magnitude is not None else ()
+        return (self.up, self.down, *more)
+
 
 class Targets(msgspec.Struct, frozen=True):
     """What an adapter does to a base, by names.
