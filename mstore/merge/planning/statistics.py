@@ -227,9 +227,10 @@ class DeltaStatistics:
         (cut,) = cuts
         (keep,) = operation.selection.ranks(elements, number)
         beyond = cut.in_bin - cut.needed
-        if not cut.exact and self._statistics.threshold(*pair, keep) is None:
+        if not cut.exact and self._statistics.thresholds([(*pair, keep)]) == [None]:
             return beyond, beyond
-        return 0, 0 if self._statistics.ties(*pair, keep, chunk) is not None else beyond
+        (ties,) = self._statistics.ties([(*pair, keep, chunk)])
+        return 0, 0 if ties is not None else beyond
 
     def _measured(self, one: Candidate) -> Iterator[tuple[Pair, int, int, Operation, int]]:
         """Yield what is probably needed of a tensor (`KnownDigests.fetch`)."""

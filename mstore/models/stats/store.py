@@ -276,10 +276,15 @@ class StatsStore(DisposableTables):
         """Add such sums."""
         self._add(SUMS, (tensor, what), sums)
 
-    def threshold(self, base: TensorId, expert: TensorId, keep: int) -> tuple[float, int] | None:
-        """Return the exact magnitude of the `keep`-th largest delta and its quota, or None."""
-        value = self._get(THRESHOLDS, (base, expert, keep))
-        return None if value is None else (value[0], value[1])
+    def thresholds(
+        self, keys: Sequence[tuple[TensorId, TensorId, int]]
+    ) -> list[tuple[float, int] | None]:
+        """Return the exact magnitude of the k-th largest delta and its quota; None if unknown.
+
+        A key is base, expert, and k.
+        """
+        found = self._many(THRESHOLDS, keys)
+        return [None if value is None else (value[0], value[1]) for value in found]
 
     def put_threshold(
         self, base: TensorId, expert: TensorId, keep: int, value: float, quota: int
@@ -288,11 +293,14 @@ class StatsStore(DisposableTables):
         self._add(THRESHOLDS, (base, expert, keep), (value, quota))
 
     def ties(
-        self, base: TensorId, expert: TensorId, keep: int, chunk: int
-    ) -> npt.NDArray[np.int64] | None:
-        """Return the elements at the threshold per chunk, or None; empty: all of them are kept."""
-        value = self._get(TIES, (base, expert, keep, chunk))
-        return None if value is None else value.astype(np.int64)
+        self, keys: Sequence[tuple[TensorId, TensorId, int, int]]
+    ) -> list[npt.NDArray[np.int64] | None]:
+        """Return the elements at the threshold per chunk, or None; empty: all of them are kept.
+
+        A key is base, expert, k, and the elements of a chunk.
+        """
+        found = self._many(TIES, keys)
+        return [None if value is None else value.astype(np.int64) for value in found]
 
     def put_ties(
         self,
