@@ -216,7 +216,7 @@ class StatsStore(DisposableTables):
             return {key: self._opened[key] for key in keys if key in self._opened}
 
     def remember(self, rows: Mapping[tuple[TensorId, TensorId], Digest]) -> None:
-        """Keep the rows of tables of one chunk for whoever asks next: such have no digest at rest.
+        """Keep the rows of tables of one chunk that were opened, for whoever asks next.
 
         In memory, of the last MOST_OPENED pairs at least.
         """
@@ -229,11 +229,10 @@ class StatsStore(DisposableTables):
         """Return where these pairs' tables are cut at a rank (`histogram.select`), if known."""
         return [None if cut is None else Threshold(*cut) for cut in self._many(CUTS, keys)]
 
-    def put_digest(self, base: TensorId, expert: TensorId, table: DeltaTable) -> None:
-        """Add the digest of a pair's table, if it has one."""
+    def put_digest(self, base: TensorId, expert: TensorId, table: DeltaTable | Digest) -> None:
+        """Add the digest of a pair's table."""
         row = digest(table.rows, table.elements, table.chunk_elements)
-        if row is not None:
-            self._add(DIGESTS, (base, expert), row)
+        self._add(DIGESTS, (base, expert), row)
 
     def put_cut(self, base: TensorId, expert: TensorId, rank: int, cut: Threshold) -> None:
         """Add where a pair's table is cut at a rank."""
