@@ -1037,7 +1037,8 @@ def test_memory_counts_what_decoding_takes(places: Callable[[str], Place]) -> No
     sides = outputs = 0
     for planned_tensor in tasks.plan.tensors:
         one = tasks.tensor(planned_tensor.name)
-        length = 2 * min(one.elements, one.chunk_elements * batch_chunks(one))
+        chunks = batch_chunks(one.chunk_elements, one.base_dtype, one.out_dtype)
+        length = 2 * min(one.elements, one.chunk_elements * chunks)
         experts = int(tasks.members(one.name).present.sum(axis=0).max())
         sides = max(sides, (1 + experts + SPARE_SIDES) * length)
         outputs = max(outputs, 2 * length)

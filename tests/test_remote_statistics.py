@@ -248,8 +248,8 @@ def test_what_was_measured_here_stays(tmp_path: Path) -> None:
             StatsRow(THRESHOLDS.name, *_raw(key, value))
             for key, value in (((a, b, 5), (0.25, 1)), ((a, b, 6), (0.125, 2)))
         )
-        assert ours.threshold(a, b, 5) == (0.5, 1)
-        assert ours.threshold(a, b, 6) == (0.125, 2)
+        assert ours.thresholds([(a, b, 5)]) == [(0.5, 1)]
+        assert ours.thresholds([(a, b, 6)]) == [(0.125, 2)]
 
 
 def _raw(key: tuple[TensorId, TensorId, int], value: tuple[float, int]) -> tuple[bytes, bytes]:
@@ -274,7 +274,7 @@ def test_impossible_rows_are_refused(tmp_path: Path, row: StatsRow) -> None:
     with closing(StatsStore(tmp_path / "stats")) as stats:
         with pytest.raises(Corrupt):
             stats.take([good, row])
-        assert stats.threshold(a, b, 5) is None
+        assert stats.thresholds([(a, b, 5)]) == [None]
 
 
 def test_an_object_must_match_its_name() -> None:
@@ -319,12 +319,13 @@ def test_usual_thresholds_are_what_sorting_finds(
         a, b = (TensorId(_tensor(store, one)) for one in ("base", "e1"))
         for density in DENSITIES:
             keep = max(1, int(density * len(pairs)))
-            threshold = store._statistics.threshold(a, b, keep)
+            (threshold,) = store._statistics.thresholds([(a, b, keep)])
             if threshold is not None:
                 assert keep <= len(ordered)
                 assert threshold[0] == ordered[keep - 1]
                 assert threshold[1] == keep - int((ordered > threshold[0]).sum())
-            ties = store._statistics.ties(a, b, keep, store._catalog.block_size // kind.itemsize)
+            chunk = store._catalog.block_size // kind.itemsize
+            (ties,) = store._statistics.ties([(a, b, keep, chunk)])
             if ties is not None and len(ties):
                 # Without a second look, the cut is at the edge of the bin of the k-th largest.
                 edge = (ordered[keep - 1 : keep].view("u4") & np.uint32(0xFFFF0000)).view("f4")

@@ -18,12 +18,14 @@ from small_models import BLOCK
 from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.location import Location
+from mstore.merge.planning import thresholds
 from mstore.merge.planning.statistics import KnownDigests
 from mstore.merge.running import compute, slices
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks
 from mstore.models.stats import pairs
 from mstore.models.stats.pairs import SingleTables
+from mstore.models.stats.store import DIGESTS
 from mstore.models.stats.table import unpacked
 from mstore.store.models import tensors_of
 from mstore.store.objects.canonical import Record
@@ -35,6 +37,10 @@ from mstore.terms.ids import BlockId, Id, ManifestId
 from mstore.terms.report import Progress
 
 METHODS = ("ties", "dare_ties", "task_arithmetic", "linear", "breadcrumbs", "model_stock")
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "ties": {"density": 0.5},
+    "breadcrumbs": {"density": 0.5, "gamma": 0.1},
+}
 TENSORS = 60
 BAD = 37
 """A tensor in the middle of a batch."""
@@ -93,8 +99,7 @@ def filled(path: Path, sources: Path, codec: str = "auto") -> Store:
 def merged(store: Store, method: str, budget: str | None) -> tuple[str, ManifestId, int]:
     """PlanId, ManifestId and expert bytes read of one merge, without what was made before."""
     experts = ["e0", "e1", "e2"]
-    parameters = {"density": 0.5, "gamma": 0.1} if method == "breadcrumbs" else {}
-    ask = {"method": method, "parameters": parameters, "budget": budget}
+    ask = {"method": method, "parameters": PARAMETERS.get(method, {}), "budget": budget}
     plan = store.plan(MergeRequest(base="base", experts=experts, **ask))
     done = store.merge(plan.plan, name=f"{method}/{budget}", memo=False, allow_nonfinite=True)
     return str(plan.plan), done.manifest, done.expert_bytes_read
@@ -115,6 +120,7 @@ def test_together_as_alone(
         together = merged(store, method, budget)
     monkeypatch.setattr(KnownDigests, "_open", lambda self, singles: None)
     monkeypatch.setattr(slices, "BATCH_BYTES", 1)
+    monkeypatch.setattr(thresholds._Cut, "is_read_whole", False)
     with filled(tmp_path / "alone", written) as store:
         alone = merged(store, method, budget)
     assert together[:2] == alone[:2]
@@ -125,29 +131,40 @@ def test_small_tensors_are_taken_together(
 ) -> None:
     """Planning and merging take many tensors at once: the test above compares the results."""
     surveyed_together: list[int] = []
+    looked_together: list[int] = []
     sizes: list[int] = []
+    look = thresholds.Thresholds._look_together
     decode, original = SingleTables.decode, compute.Computer._compute
 
     def surveyed(values: Sequence[bytes | None], keep: Sequence[int] | None = None) -> SingleTables:
         surveyed_together.append(len(values))
         return decode(values, keep)
 
+    def looked(
+        self: thresholds.Thresholds, cuts: Sequence[thresholds._Cut]
+    ) -> list[thresholds._Exact]:
+        looked_together.append(len(cuts))
+        return look(self, cuts)
+
     def computed(self: compute.Computer, batch: slices.Batch) -> compute.Computed:
         sizes.append(len({part.run.tensor.name for part in batch.parts}))
         return original(self, batch)
 
     monkeypatch.setattr(SingleTables, "decode", surveyed)
+    monkeypatch.setattr(thresholds.Thresholds, "_look_together", looked)
     monkeypatch.setattr(compute.Computer, "_compute", computed)
     with filled(tmp_path / "store", written) as store:
         merged(store, "ties", None)
     assert max(surveyed_together) > 8
+    assert max(looked_together) > 8
     assert max(sizes) > 8
 
 
 def test_a_plan_opens_a_table_once(
     written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Warnings take what the survey found in tables of one chunk, and open none of these again."""
+    """Warnings take what the survey found in tables of one chunk, and open none of these again; nor
+    does the merge, which takes digests."""
     opened: list[bytes] = []
 
     def counted(value: bytes | None) -> bytes:
@@ -156,11 +173,51 @@ def test_a_plan_opens_a_table_once(
 
     monkeypatch.setattr(pairs, "unpacked", counted)
     with filled(tmp_path / "store", written) as store:
-        asked = MergeRequest(base="base", experts=["e0", "e1", "e2"], method="ties")
-        assert not store.plan(asked).warnings
+        asked = MergeRequest(
+            base="base",
+            experts=["e0", "e1", "e2"],
+            method="ties",
+            parameters=PARAMETERS["ties"],
+        )
+        plan = store.plan(asked)
+        assert not plan.warnings
     assert len(opened) > TENSORS
-    # The two tables of the tensor with a NaN: they have no sound row to remember.
-    assert sum(opened.count(value) > 1 for value in set(opened)) == 2
+    assert len(opened) == len(set(opened))
+    opened.clear()
+    with Store.open(tmp_path / "store") as store:
+        assert not store.merge(plan.plan, name="merged", allow_nonfinite=True).warnings
+    assert not opened
+
+
+def test_a_plan_that_trims_nothing_opens_no_table(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests say all that it needs, also those of one chunk, and where they are missing, tables
+    say it once."""
+    opened: list[int] = []
+    decode = SingleTables.decode
+
+    def counted(values: Sequence[bytes | None], keep: Sequence[int] | None = None) -> SingleTables:
+        opened.append(len(values))
+        return decode(values, keep)
+
+    monkeypatch.setattr(SingleTables, "decode", counted)
+    asked = MergeRequest(base="base", experts=["e0", "e1", "e2"], method="task_arithmetic")
+    with filled(tmp_path / "store", written) as store:
+        plan = store.plan(asked).plan
+        assert not sum(opened)
+    with filled(tmp_path / "without", written) as store:
+        env = store._statistics._open(create=True)
+        assert env is not None
+        with env.write() as transaction:
+            transaction.drop(env.databases[DIGESTS.name], delete=False)
+        assert store.plan(asked).plan == plan
+        assert sum(opened) > TENSORS
+    opened.clear()
+    with Store.open(tmp_path / "without") as store:
+        store.merge(plan, name="merged", allow_nonfinite=True)
+    # The two tables of the tensor with a NaN have no sound row to make one from.
+    assert sum(opened) == 2
 
 
 def test_a_tensor_of_one_chunk_is_mixed_once(

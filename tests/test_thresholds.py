@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from mstore import Store
 from mstore.blocks.reader import Meter
@@ -58,11 +59,12 @@ def test_together_as_alone(tmp_path: Path) -> None:
             for chosen in product((READ, SHARED, EQUAL, OMITTED, DROPPED), repeat=len(one.experts)):
                 states = np.array(chosen, dtype=np.uint8)[:, None]
                 together, alone = thresholds(known), thresholds(None)
-                (rank,) = one.operation.selection.ranks(one.elements)
-                wanted = tuple(
-                    alone.of(one, expert, 0, rank, own)
-                    for expert, own in zip(one.experts, states, strict=True)
-                )
-                assert together.of_tensor(one, states) == wanted
+                together.expect([(one, states)])
+                wanted = []
+                for expert, own in zip(one.experts, states, strict=True):
+                    single = replace(one, experts=(expert,)), own[None]
+                    alone.expect([single])
+                    wanted += alone.of_tensor(*single)
+                assert together.of_tensor(one, states) == tuple(wanted)
                 assert together.at_edges == alone.at_edges
     assert known

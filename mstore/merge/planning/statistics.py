@@ -3,10 +3,11 @@
 Missing statistics are measured, unless the request forbids it.
 
 **Many at a time.** A table takes some 100 us to unpack, and a survey of 20 experts looks at
-thousands; of most it needs the rows and one cut.  So these are kept beside the tables
-(`models.stats.digests`), found for all tensors together, and made from the table where they are
-missing.  Tables of one chunk have no digests: they are opened together (`models.stats.known`).  A
-survey gives the same with digests and without.  Belongs to one survey; not thread-safe.
+thousands; of most it needs the rows and one cut.  So these are kept beside the tables, found for
+all tensors together, and made from the table where they are missing.  Tables of one chunk are
+opened together where they are cut or have no digest (`models.stats.pairs`): that takes less than
+keeping their cuts.  A survey gives the same with digests and without.  Belongs to one survey; not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -89,20 +90,26 @@ class KnownDigests:
 
     def fetch(self, wanted: Iterable[tuple[Pair, int, int, Operation, int]]) -> None:
         """Fetch what is known of many pairs: each with elements, chunk, operation, and expert."""
-        pairs: dict[Pair, None] = {}
+        pairs: dict[Pair, bool] = {}
+        without: list[tuple[Pair, int]] = []
         singles: dict[tuple[Pair, int], None] = {}
         cuts: dict[tuple[TensorId, TensorId, int], None] = {}
         for pair, elements, chunk, operation, number in wanted:
             (rank,) = operation.selection.ranks(elements, number) or (0,)
-            if elements <= chunk:
+            is_single = elements <= chunk
+            if is_single and (rank or not self._is_usable):
                 singles[pair, rank] = None
             elif self._is_usable:
-                pairs[pair] = None
+                pairs[pair] = is_single
                 if rank:
                     cuts[*pair, rank] = None
+        for pair, row in zip(pairs, self._statistics.digests(list(pairs)), strict=True):
+            if row is not None:
+                self._rows[pair] = row
+            elif pairs[pair]:
+                without.append((pair, 0))
         self._open(list(singles))
-        rows = zip(pairs, self._statistics.digests(list(pairs)), strict=True)
-        self._rows |= {pair: row for pair, row in rows if row is not None}
+        self._open(without)
         found = zip(cuts, self._statistics.cuts(list(cuts)), strict=True)
         self._cuts |= {key: cut for key, cut in found if cut is not None}
 
@@ -118,6 +125,8 @@ class KnownDigests:
             for number, (place, size) in enumerate(zip(found.places.tolist(), sizes, strict=True)):
                 pair, rank = some[place]
                 rows[pair] = Digest(found.rows[number : number + 1], *size, is_finite=True)
+                if not rank and self._is_usable:
+                    self._statistics.put_digest(pair[0], pair[1], rows[pair])
                 if found.thresholds:
                     self._cuts[*pair, rank] = found.thresholds[number]
             self._statistics.remember(rows)
@@ -255,9 +264,10 @@ class DeltaStatistics:
         (cut,) = cuts
         (keep,) = operation.selection.ranks(elements, number)
         beyond = cut.in_bin - cut.needed
-        if not cut.exact and self._statistics.threshold(*pair, keep) is None:
+        if not cut.exact and self._statistics.thresholds([(*pair, keep)]) == [None]:
             return beyond, beyond
-        return 0, 0 if self._statistics.ties(*pair, keep, chunk) is not None else beyond
+        (ties,) = self._statistics.ties([(*pair, keep, chunk)])
+        return 0, 0 if ties is not None else beyond
 
     def _measured(self, one: Candidate) -> Iterator[tuple[Pair, int, int, Operation, int]]:
         """Yield what is probably needed of a tensor (`KnownDigests.fetch`)."""

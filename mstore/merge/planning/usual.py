@@ -48,7 +48,7 @@ def find_usual(
     for rank, cut in cuts.items():
         known = of_histogram(cut)
         if known is None:
-            stored = statistics.threshold(*pair, rank)
+            (stored,) = statistics.thresholds([(*pair, rank)])
             known = None if stored is None else TrimThreshold(*stored)
         if known is None:
             unknown[rank] = cut
@@ -61,7 +61,8 @@ def find_usual(
     asked = {
         rank: whole
         for rank, whole in found.items()
-        if whole.quota != UNLIMITED and statistics.ties(*pair, rank, table.chunk_elements) is None
+        if whole.quota != UNLIMITED
+        and statistics.ties([(*pair, rank, table.chunk_elements)]) == [None]
     }
     counts = chunks.ties([whole.value for whole in asked.values()])
     for (rank, whole), ties in zip(asked.items(), counts, strict=True):

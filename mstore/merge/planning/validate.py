@@ -137,7 +137,8 @@ def _check_tensor(
     if (
         tensor.chunk_elements != chunk
         or len(tensor.states) != len(plan.inputs) - 1
-        or any(len(states) != chunks or max(states) > DROPPED for states in tensor.states)
+        or {*map(len, tensor.states)} != {chunks}
+        or max(map(max, tensor.states)) > DROPPED
         or not operation.selection.fits(tensor.thresholds, len(plan.inputs) - 1)
         or any(not -1 <= threshold.quota < 2**63 for threshold in tensor.thresholds)
         or len(tensor.omitted) != len(plan.inputs) - 1

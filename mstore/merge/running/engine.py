@@ -13,6 +13,7 @@ any memo table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -277,18 +278,27 @@ class _Shape(msgspec.Struct, frozen=True):
 def _shapes(tasks: Tasks) -> tuple[dict[_Shape, str], int]:
     """Return the distinct shapes with the first tensor of each, and the elements of all tensors."""
     first: dict[_Shape, str] = {}
+    # Many tensors are alike: what they need is found once.
+    alike: set[tuple[object, ...]] = set()
     total = 0
     for planned in tasks.plan.tensors:
-        members = tasks.members(planned.name)
-        tensor = tasks.tensor(planned.name)
-        base, out = item_size(tensor.base_dtype), item_size(tensor.out_dtype)
-        wide = max([base, *[item_size(expert.dtype) for expert in members.experts]])
+        members, operation = tasks.members(planned.name), tasks.operation(planned.name)
+        own, output = members.base, tasks.out_dtype(planned)
+        dtypes = {expert.dtype for expert in members.experts}
         there = int(members.present.sum(axis=0).max(initial=0))
-        elements = min(tensor.elements, tensor.chunk_elements * batch_chunks(tensor))
-        total += tensor.elements
-        beside = tensor.selection.mask_bytes(there)
-        if tensor.row_factors is not None:
-            beside += tensor.row_factors.bytes_each(len(members.experts))
+        count, chunk = math.prod(own.shape), planned.chunk_elements
+        total += count
+        mixed = planned.operation if planned.mixture is None else planned.name
+        key = (mixed, own.dtype, output, frozenset(dtypes), there, count, chunk)
+        if key in alike:
+            continue
+        alike.add(key)
+        base, out = item_size(own.dtype), item_size(output)
+        wide = max([base, *map(item_size, dtypes)])
+        elements = min(count, chunk * batch_chunks(chunk, own.dtype, output))
+        beside = operation.selection.mask_bytes(there)
+        if operation.row_factors is not None:
+            beside += operation.row_factors.bytes_each(len(members.experts))
         masks = -(-beside // wide)
         shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
         first.setdefault(shape, planned.name)

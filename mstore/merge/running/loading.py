@@ -205,11 +205,8 @@ def _targets(task: ChunkTask, row: Row, room: memoryview) -> Targets:
 
     Raises Corrupt if their lengths do not match the chunk.
     """
-    targets = _placed(row.sources, room)
-    wanted = task.n * ITEMSIZES[row.dtype]
-    if sum([source.at.raw_length for source in row.sources]) != wanted or any(
-        map(_is_odd, row.sources)
-    ):
+    targets, length = _placed(row.sources, room)
+    if length != task.n * ITEMSIZES[row.dtype] or True in map(_is_odd, row.sources):
         # An index row does not prove that its length is valid.
         raise Corrupt(
             "block lengths differ from the tensor's",
@@ -235,13 +232,14 @@ def _bases(targets: Targets) -> dict[BlockId, StoredBlock]:
     return {source.base.id: source.base for source, _ in targets if source.base is not None}
 
 
-def _placed(sources: Iterable[StoredBlock], room: memoryview) -> Targets:
+def _placed(sources: Iterable[StoredBlock], room: memoryview) -> tuple[Targets, int]:
+    """Return where in `room` blocks go, one after the other, and their bytes."""
     targets = []
     done = 0
     for source in sources:
         begin, done = done, done + source.at.raw_length
         targets.append((source, room[begin:done]))
-    return targets
+    return targets, done
 
 
 class _Reader:
@@ -283,7 +281,7 @@ class _Reader:
 
         They are not checked against their ids; the blocks decoded from them are.  Raises as `read`.
         """
-        targets = _placed(bases, room)
+        targets, _ = _placed(bases, room)
         for run in in_runs(targets, _place):
             meter.charge(sum([source.at.stored_length for source, _ in run]))
             self._decoded(run, {})

@@ -52,7 +52,7 @@ from mstore.merge.running.slices import (
 from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask, item_size
 from mstore.store.catalog import Catalog
 from mstore.store.leases import PACK
-from mstore.store.objects.plan import Coverage, Plan, TensorCoverage, bitmap
+from mstore.store.objects.plan import Coverage, Plan, TensorCoverage, bitmap, bitmaps
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Interrupted, MstoreError
@@ -709,9 +709,4 @@ def _covered(job: Job) -> TensorCoverage:
         base = np.frombuffer(job.members.base.blocks, dtype=np.uint8)
         reused = (ids == base.reshape(count, ID_BYTES)).all(axis=1)
     contributed = np.repeat(job.members.present, job.shape.per_chunk, axis=1)[:, :count]
-    return TensorCoverage(
-        job.tensor.name,
-        count,
-        bitmap(reused),
-        tuple(map(bitmap, contributed)),
-    )
+    return TensorCoverage(job.tensor.name, count, bitmap(reused), bitmaps(contributed))

@@ -218,8 +218,9 @@ def batches(slice: Slice, together: int = BATCH_BYTES) -> Iterator[Batch]:
     parts: list[BatchPart] = []
     count, longest = 0, 0
     for run in slice.runs:
-        ledger = run.ledger() if run.tensor.hands_on else None
-        step = batch_chunks(run.tensor)
+        tensor = run.tensor
+        ledger = run.ledger() if tensor.hands_on else None
+        step = batch_chunks(tensor.chunk_elements, tensor.base_dtype, tensor.out_dtype)
         for first in range(0, len(run.chunks), step):
             cut = builtins.slice(first, first + step)
             part = BatchPart(run, run.chunks[cut], run.keys[cut], ledger)
@@ -234,10 +235,10 @@ def batches(slice: Slice, together: int = BATCH_BYTES) -> Iterator[Batch]:
         yield Batch(slice, tuple(parts))
 
 
-def batch_chunks(tensor: TensorTask) -> int:
+def batch_chunks(chunk_elements: int, base_dtype: str, out_dtype: str) -> int:
     """How many chunks of a tensor make a batch."""
-    width = min(item_size(tensor.base_dtype), item_size(tensor.out_dtype))
-    return max(1, BATCH_BYTES // (tensor.chunk_elements * width))
+    width = min(item_size(base_dtype), item_size(out_dtype))
+    return max(1, BATCH_BYTES // (chunk_elements * width))
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):

@@ -272,6 +272,10 @@ class Tasks:
             found = self._mixes[key] = self.operation(name).mix()
         return found
 
+    def out_dtype(self, planned: PlanTensor) -> str:
+        """Return the element type that a planned tensor's output has."""
+        return planned.dtype or self.plan.dtype or self.members(planned.name).base.dtype
+
     def new_tensors(self) -> dict[str, list[PlanTensor]]:
         """Return the tensors that the base has not, by the base's tensor that each is made of."""
         found: dict[str, list[PlanTensor]] = {}
@@ -328,7 +332,7 @@ class Tasks:
             elements=math.prod(base.shape),
             chunk_elements=planned.chunk_elements,
             base_dtype=base.dtype,
-            out_dtype=planned.dtype or self.plan.dtype or base.dtype,
+            out_dtype=self.out_dtype(planned),
             mix=self.mix(name),
             thresholds=thresholds,
             quotas=quotas,

@@ -211,19 +211,22 @@ def select_exact(threshold: Threshold, low_hist: npt.NDArray[np.int64]) -> tuple
         )
     if threshold.needed == 0:
         return threshold.value, threshold.quota
-    at_least = np.cumsum(low_hist[::-1])[::-1]
-    found = int(at_least[0])
-    off_edge = int(at_least[1])
-    if (found, off_edge) != (threshold.in_bin, threshold.inexact) or low_hist.min() < 0:
+    # A bin of a small tensor has few elements.
+    occupied = np.flatnonzero(low_hist)
+    counts = low_hist[occupied]
+    found = int(counts.sum())
+    off_edge = found - int(low_hist[0])
+    if (found, off_edge) != (threshold.in_bin, threshold.inexact) or (counts < 0).any():
         raise Corrupt(
             f"statistics do not belong to these blocks: a second look found {found} elements, "
             f"{off_edge} of them inexact, where {threshold.in_bin} and {threshold.inexact} "
             f"were counted",
             where=f"bin {threshold.bin:#06x}",
         )
-    low = int(np.flatnonzero(at_least >= threshold.needed)[-1])
-    larger = int(at_least[low]) - int(low_hist[low])
-    return _float32(threshold.bin << 16 | low), threshold.needed - larger
+    at_least = np.cumsum(counts[::-1])[::-1]
+    place = int(np.flatnonzero(at_least >= threshold.needed)[-1])
+    larger = int(at_least[place] - counts[place])
+    return _float32(threshold.bin << 16 | int(occupied[place])), threshold.needed - larger
 
 
 def tail_squares(rows: Rows, value: float | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -216,7 +216,7 @@ class StatsStore(DisposableTables):
             return {key: self._opened[key] for key in keys if key in self._opened}
 
     def remember(self, rows: Mapping[tuple[TensorId, TensorId], Digest]) -> None:
-        """Keep the rows of tables of one chunk for whoever asks next: such have no digest at rest.
+        """Keep the rows of tables of one chunk that were opened, for whoever asks next.
 
         In memory, of the last MOST_OPENED pairs at least.
         """
@@ -229,11 +229,10 @@ class StatsStore(DisposableTables):
         """Return where these pairs' tables are cut at a rank (`histogram.select`), if known."""
         return [None if cut is None else Threshold(*cut) for cut in self._many(CUTS, keys)]
 
-    def put_digest(self, base: TensorId, expert: TensorId, table: DeltaTable) -> None:
-        """Add the digest of a pair's table, if it has one."""
+    def put_digest(self, base: TensorId, expert: TensorId, table: DeltaTable | Digest) -> None:
+        """Add the digest of a pair's table."""
         row = digest(table.rows, table.elements, table.chunk_elements)
-        if row is not None:
-            self._add(DIGESTS, (base, expert), row)
+        self._add(DIGESTS, (base, expert), row)
 
     def put_cut(self, base: TensorId, expert: TensorId, rank: int, cut: Threshold) -> None:
         """Add where a pair's table is cut at a rank."""
@@ -276,10 +275,15 @@ class StatsStore(DisposableTables):
         """Add such sums."""
         self._add(SUMS, (tensor, what), sums)
 
-    def threshold(self, base: TensorId, expert: TensorId, keep: int) -> tuple[float, int] | None:
-        """Return the exact magnitude of the `keep`-th largest delta and its quota, or None."""
-        value = self._get(THRESHOLDS, (base, expert, keep))
-        return None if value is None else (value[0], value[1])
+    def thresholds(
+        self, keys: Sequence[tuple[TensorId, TensorId, int]]
+    ) -> list[tuple[float, int] | None]:
+        """Return the exact magnitude of the k-th largest delta and its quota; None if unknown.
+
+        A key is base, expert, and k.
+        """
+        found = self._many(THRESHOLDS, keys)
+        return [None if value is None else (value[0], value[1]) for value in found]
 
     def put_threshold(
         self, base: TensorId, expert: TensorId, keep: int, value: float, quota: int
@@ -288,11 +292,14 @@ class StatsStore(DisposableTables):
         self._add(THRESHOLDS, (base, expert, keep), (value, quota))
 
     def ties(
-        self, base: TensorId, expert: TensorId, keep: int, chunk: int
-    ) -> npt.NDArray[np.int64] | None:
-        """Return the elements at the threshold per chunk, or None; empty: all of them are kept."""
-        value = self._get(TIES, (base, expert, keep, chunk))
-        return None if value is None else value.astype(np.int64)
+        self, keys: Sequence[tuple[TensorId, TensorId, int, int]]
+    ) -> list[npt.NDArray[np.int64] | None]:
+        """Return the elements at the threshold per chunk, or None; empty: all of them are kept.
+
+        A key is base, expert, k, and the elements of a chunk.
+        """
+        found = self._many(TIES, keys)
+        return [None if value is None else value.astype(np.int64) for value in found]
 
     def put_ties(
         self,

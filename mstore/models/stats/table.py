@@ -24,7 +24,7 @@ of a row some 60 bytes remain, and of a histogram some 2 bytes a bin.  The bytes
 the same zstd release; another release may pack better, and decodes all the same.
 
 A **digest** is what planning needs of a table, without unpacking it; it can be made again from the
-table, and one of a single row has none:
+table:
 
     elements of the tensor u64, elements a chunk u32, then for each chunk the fields of chunk.CHUNK
     up to the sketch, 32 bytes
@@ -268,10 +268,8 @@ class Digest(msgspec.Struct, frozen=True, eq=False):
     is_finite: bool
 
 
-def digest(rows: Rows, elements: int, chunk_elements: int) -> bytes | None:
-    """Encode the digest of these rows; None for a single one."""
-    if len(rows) < 2:
-        return None
+def digest(rows: Rows, elements: int, chunk_elements: int) -> bytes:
+    """Encode the digest of these rows."""
     raw = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), CHUNK.itemsize)
     return _DIGEST_HEAD.pack(elements, chunk_elements) + raw[:, :DIGEST_ROW_BYTES].tobytes()
 

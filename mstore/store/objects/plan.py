@@ -43,6 +43,7 @@ from mstore.store.objects.canonical import (
 from mstore.terms.ids import CoverageId, ManifestId, PlanId
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
 READ = 0
@@ -486,6 +487,15 @@ def bitmap(flags: npt.ArrayLike) -> bytes:
     import numpy as np  # late: most commands read plans and make none
 
     return np.packbits(np.asarray(flags, np.bool_), bitorder="little").tobytes()
+
+
+def bitmaps(flags: npt.NDArray[np.bool_]) -> tuple[bytes, ...]:
+    """Return `bitmap` of each row of bool[rows, flags]."""
+    import numpy as np  # late, as above
+
+    packed = np.packbits(flags, axis=1, bitorder="little")
+    raw, length = packed.tobytes(), packed.shape[1]
+    return tuple([raw[at * length : (at + 1) * length] for at in range(len(flags))])
 
 
 def bit(data: bytes, number: int) -> bool:
