@@ -6,16 +6,25 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
+import families
 import numpy as np
 from msgspec.structs import replace
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.blocks.reader import Meter
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.survey import ExpertTensor, SurveyedTensor
 from mstore.merge.planning.thresholds import Found, Thresholds
 from mstore.models.stats.histogram import Threshold
-from mstore.store.objects.plan import DROPPED, EQUAL, OMITTED, READ, SHARED
+from mstore.store.objects.plan import (
+    DROPPED,
+    EQUAL,
+    OMITTED,
+    READ,
+    SHARED,
+    Plan,
+    TrimThreshold,
+)
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.ids import TensorId
 
@@ -68,3 +77,26 @@ def test_together_as_alone(tmp_path: Path) -> None:
                 assert together.of_tensor(one, states) == tuple(wanted)
                 assert together.at_edges == alone.at_edges
     assert known
+
+
+def test_an_expert_without_weight_does_not_set_anothers_threshold(tmp_path: Path) -> None:
+    """Of one model twice, once with weight 0, the other is trimmed as it is alone, in any order."""
+    families.layered(seed=3).write(tmp_path)
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        store.add(tmp_path / "base", name="base")
+        store.add(tmp_path / "e0", name="e0", base="base")
+
+        def cuts(*weights: float) -> set[tuple[str, TrimThreshold]]:
+            experts = [("e0", weight) for weight in weights]
+            plan = store.plan(
+                MergeRequest(
+                    base="base", experts=experts, method="ties", parameters={"density": 0.2}
+                )
+            )
+            tensors = store._catalog.record(Plan, plan.plan).tensors
+            number = weights.index(1.0)
+            return {(one.name, one.thresholds[number]) for one in tensors}
+
+        alone = cuts(1.0)
+        assert cuts(0.0, 1.0) == alone == cuts(1.0, 0.0)
+        assert any(cut.value > 0 for _, cut in alone)

@@ -38,7 +38,7 @@ from mstore.terms.errors import NotFound
 from mstore.terms.ids import ManifestId
 from mstore.terms.report import ProgressCallback
 
-PLANNER = 9
+PLANNER = 10
 """Increment whenever the same request leads to a different plan."""
 
 

@@ -25,7 +25,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
 from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.measures.grid import Ints
-from mstore.merge.planning.survey import ExpertTensor, SurveyedTensor
+from mstore.merge.planning.survey import NOTHING_KEPT, ExpertTensor, SurveyedTensor
 from mstore.models.stats import deltas, histogram
 from mstore.models.stats.chunks import Bytes, chunk_reader
 from mstore.models.stats.store import StatsStore
@@ -111,7 +111,7 @@ class Thresholds:
         unknown: dict[tuple[TensorId, TensorId, int], _Cut] = {}
         for cut in cuts:
             key = cut.key
-            if key not in self._known:
+            if key not in self._known and not cut.keeps_nothing:
                 shown = cut.of_histogram()
                 if shown is None:
                     unknown.setdefault(key, cut)
@@ -133,6 +133,8 @@ class Thresholds:
         """Return the bytes at rest of the chunks that lookups may read, each once."""
         least: dict[int, tuple[ExpertTensor, float]] = {}
         for cut in cuts:
+            if cut.keeps_nothing:
+                continue
             if cut.key not in self._known or (self._shares_quota(cut) and self._tied(cut) is None):
                 before = least.get(id(cut.expert), (cut.expert, math.inf))
                 least[id(cut.expert)] = cut.expert, min(before[1], cut.found.value)
@@ -187,6 +189,8 @@ class Thresholds:
 
     def _of_whole(self, cut: _Cut) -> TrimThreshold | None:
         """Return the threshold of the whole expert; None if it needs a forbidden read."""
+        if cut.keeps_nothing:
+            return cut.of_histogram()
         if cut.key not in self._known:
             if self._analyze:
                 self._learn(cut, self._second_look(cut))
@@ -312,6 +316,14 @@ class _Cut(NamedTuple):
     def of_histogram(self) -> TrimThreshold | None:
         """Return the threshold of the whole expert where that needs no look into the data."""
         return of_histogram(self.found) if self.rank else TrimThreshold(self.found.value, 0)
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether the expert does not move the tensor, or has no weight.
+
+        Another one with the same content may have a weight.
+        """
+        return self.found == NOTHING_KEPT
 
     @property
     def is_read(self) -> bool:
