@@ -26,8 +26,8 @@ from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.arithmetic.masks import mask_key
 from mstore.merge.arithmetic.row_factors import arc_cosine, sine
 from mstore.merge.measures.estimates import averaged
-from mstore.merge.methods import pcb
-from mstore.merge.methods.arcee_fusion import Rows
+from mstore.merge.methods import arcee_fusion, pcb
+from mstore.merge.methods.arcee_fusion import Rows, lower
 from mstore.merge.methods.consensus import agreed
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.ram import Averaged, shared_counts
@@ -221,14 +221,24 @@ def test_divergences_are_exact(scale: float, step: float, row: int) -> None:
     for least in (0.0, float(np.median(importance)), float(importance.max())):
         assert np.array_equal(rows.important(found, least), importance >= np.float32(least))
     upper = importance.view(np.uint32) >> 16
-    counts, squares = rows.upper(found)
-    assert np.array_equal(counts, np.bincount(upper, minlength=counts.size))
+    written = np.empty(base.size, dtype=np.float32)
+    again, places, counts, squares = rows.upper(written)
+    assert np.array_equal(again, found)
+    assert np.array_equal(written, importance)
+    assert np.array_equal(rows.importances(found), importance)
+    there, many = np.unique(upper, return_counts=True)
+    assert np.array_equal(places, there)
+    assert np.array_equal(counts, many)
     weights = (expert - base).ravel().astype(np.float64) ** 2
-    assert np.array_equal(squares, np.bincount(upper, weights=weights, minlength=counts.size))
-    half = int(upper.max())
-    lower = importance.view(np.uint32)[upper == half] & 0xFFFF
-    wanted = np.bincount(lower, minlength=counts.size)
-    assert np.array_equal(rows.lower(found, [half]), [wanted])
+    assert np.array_equal(squares, np.bincount(upper, weights=weights)[there])
+    for halves in ([int(there[-1])], [int(one) for one in {there[0], there[there.size // 2]}]):
+        halves.sort()
+        bits = importance.view(np.uint32)[np.isin(upper, halves)]
+        keys = np.searchsorted(halves, bits >> 16) * 2**16 + (bits & 0xFFFF)
+        for got, wanted in zip(
+            lower(importance, halves), np.unique(keys, return_counts=True), strict=True
+        ):
+            assert np.array_equal(got, wanted)
 
 
 @pytest.mark.parametrize(("value", "finite"), [(np.nan, False), (np.inf, False), (-np.inf, True)])
@@ -272,6 +282,31 @@ def test_divergences_that_planning_remembers(tmp_path: Path) -> None:
     with Store.open(tmp_path / "store") as store:
         store.merge(store.plan(asked), name="again", memo=False)
         assert store["again"].manifest == found
+
+
+@pytest.mark.parametrize("most", [0, 17000])
+def test_importances_that_are_not_kept(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where importances of a tensor take too much memory, its chunks are read again, or some are:
+    the merge is the same, and the report says what was read."""
+    rng = np.random.default_rng(4)
+    base = {"w": rng.normal(0, 0.02, (300, 64)).astype(np.float32)}
+    moved = {"w": base["w"] + rng.normal(0, 1e-3, base["w"].shape).astype(np.float32)}
+    asked = MergeRequest(base="base", experts=["e0"], method="arcee_fusion")
+    Family(base, [moved]).write(tmp_path)
+    found, read = [], []
+    for kept in (1 << 25, most):
+        monkeypatch.setattr(arcee_fusion, "_MOST_KEPT", kept)
+        with Store.init(tmp_path / str(kept), block_size=families.BLOCK) as store:
+            for name in ("base", "e0"):
+                store.add(tmp_path / name, name=name)
+            plan = store.plan(asked)
+            read.append(plan.analyze_bytes_read)
+            store.merge(plan, name="merged")
+            found.append(store["merged"].manifest)
+    assert found[0] == found[1]
+    assert read[1] > read[0]
 
 
 def test_quartiles_of_zero(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from mstore.numeric.passes import Pass
 
 _BITS: Final = 16
-_BINS: Final = 1 << _BITS
+BINS: Final = 1 << _BITS
+"""How many halves there are."""
 _SOURCES: Final = ("numeric/halves_passes.py",)
 _MODULE: Final = "mstore.numeric.halves_passes"
 _upper: Final = Pass(_MODULE, "upper", "pip", _SOURCES)
@@ -33,7 +34,7 @@ def level() -> str:
 
 def no_counts(*shape: int) -> Counts:
     """Return counts of no numbers: int64[..., 65536]."""
-    return np.zeros((*shape, _BINS), dtype=np.int64)
+    return np.zeros((*shape, BINS), dtype=np.int64)
 
 
 def added(counts: Iterable[Counts]) -> Counts:
@@ -75,7 +76,7 @@ def place(counts: Counts, rank: int) -> tuple[int, int]:
     """Return the half of the number of this rank from the largest, 1, and its rank there."""
     through = np.cumsum(counts[::-1])
     at = int(np.searchsorted(through, rank))
-    half = _BINS - 1 - at
+    half = BINS - 1 - at
     return half, rank - int(through[at] - counts[half])
 
 

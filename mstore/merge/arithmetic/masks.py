@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from mstore.merge.arithmetic.tiles import DIGIT, LANES, TILE, Scratch, address, rows_together
+from mstore.merge.arithmetic.tiles import LANES, TILE, Scratch, address, rows_together
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
 
@@ -35,14 +35,19 @@ _SOURCES: Final = (
 _MODULE: Final = "mstore.merge.arithmetic.mask_passes"
 _words: Final = Pass(_MODULE, "words", "iiiip", _SOURCES)
 _deltas: Final = Pass(_MODULE, "deltas", "ipiipiipp", _SOURCES)
-_ranked: Final = Pass(_MODULE, "ranked", "ppiiiiiipppppppp", _SOURCES)
+_ranked: Final = Pass(
+    "mstore.merge.arithmetic.ranks", "ranked", "iiipppppppp", ("merge/arithmetic/ranks.c",)
+)
 _squares: Final = Pass(_MODULE, "squares", "ppipp", _SOURCES)
 _norms: Final = Pass(_MODULE, "norms", "ppippp", _SOURCES)
 _even_norms: Final = Pass(_MODULE, "even_norms", "ipiipiiiiiippp", _SOURCES)
 _scratch: Final = Scratch()
 
-_BUCKETS: Final = (6, 11)
+_BUCKETS: Final = (5, 10)
 """The least and the most bits of the number of buckets that the sizes of a row are counted in."""
+# As in ranks.c.
+_ZEROS: Final = 8
+_COUNTERS: Final = 3 << 11
 
 Singles = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -107,13 +112,12 @@ class Ranks:
         limits = np.rint(chances(length, density, epsilon).astype(np.float64) * 2.0**32)
         self._limits = np.maximum(limits, 0).astype(np.uint64)
         self._length = length
-        self._bits = min(max(length.bit_length() - 2, _BUCKETS[0]), _BUCKETS[1])
-        self._scratch = (
-            *np.empty((2, length), dtype=np.uint32),
-            np.empty((3, length), dtype=np.uint32),
-            np.empty((1 << self._bits) + 1, dtype=np.uint64),
-            *np.empty((2, length), dtype=np.uint64),
-            np.empty(-(-32 // DIGIT) << DIGIT, dtype=np.uint32),
+        self._bits = min(max(length.bit_length() - 3, _BUCKETS[0]), _BUCKETS[1])
+        self._scratch: tuple[npt.NDArray[Any], ...] = (
+            np.empty((2, length), dtype=np.uint32),
+            np.empty((2, length), dtype=np.uint64),
+            np.empty((4, (1 << self._bits) + _ZEROS), dtype=np.uint32),
+            np.empty(_COUNTERS, dtype=np.uint32),
         )
 
     def keep(
@@ -129,10 +133,10 @@ class Ranks:
         None for new memory.
         """
         kept = np.empty(values.size, dtype=np.bool_) if kept is None else kept
+        drawn = draws(key, first_index, values.size)
         _ranked(
-            *(address(values), address(self._limits)),
             *(values.size // self._length, self._length, self._bits),
-            *(int(key[0]), int(key[1]), first_index),
+            *(address(values), address(drawn), address(self._limits)),
             *(*map(address, self._scratch), address(kept)),
         )
         return kept

@@ -38,8 +38,6 @@ WEIGHTS: Final = EXPERT + GROUP * STRIDE
 TILES: Final = WEIGHTS + GROUP
 TOGETHER: Final = 1 << 16
 """Elements that numpy works on at a time: temporary arrays are that large."""
-DIGIT: Final = 11
-"""Bits of a key that a sort takes at a time."""
 LANES: Final = 64
 """Partial sums by index, from which attribution adds up a chunk's sums in order."""
 

@@ -69,6 +69,7 @@ class Facts:
         self.meter = meter
         self.models = models
         self.layer = layer
+        self.memory = np.empty(0, dtype=np.float32)
 
     def of(
         self,
@@ -210,6 +211,13 @@ class TensorFacts:
                 found[place] = value
                 statistics.put_fact(base, *what[place], value)
         return [one for one in found if one is not None]
+
+    def memory(self, n: int) -> npt.NDArray[np.float32]:
+        """Return memory for n numbers: the same one for each tensor, since new memory is slow."""
+        facts = self._facts
+        if facts.memory.size < n:
+            facts.memory = np.empty(n, dtype=np.float32)
+        return facts.memory[:n]
 
     def remember(self, side: int, numbers: npt.NDArray[np.float32]) -> None:
         """Keep a number of each row of an expert in memory, for `Selection.masks`."""

@@ -8,12 +8,14 @@ float32.)  A tensor with fewer than two dimensions is one row.
 An element is selected if its importance is the median or more by one and a half interquartile
 ranges.  The three quartiles are exact: elements of rank int(q (n - 1)) from the smallest.  They are
 found by the bits of the importances, which order as the numbers do: the upper half in a first pass,
-the lower half in a second.  No pass keeps more than chunks, and the divergences of all rows.
+the lower half in a second.  The first keeps importances, as many as there is room for; what it does
+not keep is read again.  Divergences of all rows are kept.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -39,16 +41,38 @@ if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
 
 
-_MODULE: Final = "mstore.merge.arithmetic.importance_passes"
-_SOURCES: Final = (
-    *("numeric/codes.py", "numeric/floats.py", "numeric/halves_passes.py"),
-    "merge/arithmetic/importance_passes.py",
-)
-_divergences: Final = Pass(_MODULE, "divergences", "ipiipiiipppp", _SOURCES)
-_upper: Final = Pass(_MODULE, "upper", "ipiipiiipppp", _SOURCES)
-_lower: Final = Pass(_MODULE, "lower", "ipiipiiippppi", _SOURCES)
-_take: Final = Pass(_MODULE, "take", "ipiipiiippip", _SOURCES)
+_MODULE: Final = "mstore.merge.arithmetic.importance"
+_SOURCES: Final = ("merge/arithmetic/importance.c", "numeric/codes.py")
+_divergences: Final = Pass(_MODULE, "divergences", "ipipiippp", _SOURCES)
+_upper: Final = Pass(_MODULE, "upper", "ipipiipppppp", _SOURCES)
+_weigh: Final = Pass(_MODULE, "weigh", "ipipiippp", _SOURCES)
+_lower: Final = Pass(_MODULE, "lower", "pipp", _SOURCES)
+_take: Final = Pass(_MODULE, "take", "ipipiipppp", _SOURCES)
+_QUARTERS: Final = (1, 2, 3)
+# As in importance.c.
 _LANES: Final = 16
+_ZEROS: Final = 8
+
+Places = npt.NDArray[np.int64]
+
+
+class _Tables(threading.local):
+    """A thread's tables, zeros between calls: new ones would be new memory for each chunk."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(len(_QUARTERS) * halves.BINS + _ZEROS, dtype=np.int64)
+        self.squares = np.zeros(halves.BINS + _ZEROS)
+
+    def taken(self, uppers: int) -> tuple[Places, Counts]:
+        """Return at which places of so many upper halves there are counts; clear them."""
+        # Numpy finds what is true in a tenth of the time that numbers other than 0 take.
+        places = (self.counts[: uppers * halves.BINS] != 0).nonzero()[0]
+        found = self.counts[places]
+        self.counts[places] = 0
+        return places, found
+
+
+_tables: Final = _Tables()
 
 
 class Rows:
@@ -58,55 +82,78 @@ class Rows:
     """
 
     def __init__(self, base: Stored, expert: Stored, row_length: int, n: int) -> None:
-        self._sides = [(elements(data, dtype, n), CODES[dtype]) for data, dtype in (base, expert)]
+        self._sides = [(CODES[dtype], elements(data, dtype, n)) for data, dtype in (base, expert)]
         self._shape = n // row_length, row_length
-        self._singles = np.empty((4, row_length), dtype=np.float32)
+        self._room = -(-row_length // _LANES) * _LANES
+        self._singles = np.empty((3, self._room), dtype=np.float32)
 
     def _arguments(self) -> tuple[int, ...]:
-        sides = [(code, address(data), data.size) for data, code in self._sides]
-        return (*sides[0], *sides[1], *self._shape, address(self._singles))
+        (base_code, base), (code, expert) = self._sides
+        sides = base_code, address(base), code, address(expert)
+        return (*sides, *self._shape, address(self._singles))
+
+    def _divergence(self) -> tuple[Singles, npt.NDArray[np.float64]]:
+        """Return memory for the divergence of each row, and scratch memory."""
+        return np.empty(self._shape[0], dtype=np.float32), np.empty((2, self._room))
 
     def divergences(self) -> Singles:
         """Return the divergence of each row, float32[rows], NaN if it is not finite."""
-        rows, length = self._shape
-        found = np.empty(rows, dtype=np.float32)
-        scratch, lanes = np.empty((3, length)), np.empty(_LANES)
-        _divergences(*self._arguments(), address(scratch), address(lanes), address(found))
+        found, scratch = self._divergence()
+        _divergences(*self._arguments(), address(scratch), address(found))
         return found
 
-    def upper(self, divergence: Singles) -> tuple[Counts, npt.NDArray[np.float64]]:
-        """Return how many importances have each upper half, and the squares of their deltas."""
-        counts = halves.no_counts()
-        squares = np.zeros(counts.size)
-        _upper(*self._arguments(), address(divergence), address(counts), address(squares))
-        return counts, squares
-
-    def lower(self, divergence: Singles, wanted: Sequence[int]) -> Counts:
-        """Return how many have each lower half, of those with each of these upper halves."""
-        found, own = halves.no_counts(len(wanted)), np.array(wanted, dtype=np.int64)
-        _lower(
-            *(*self._arguments(), address(divergence)),
-            *(address(own), address(found), len(wanted)),
+    def upper(
+        self, importances: Singles
+    ) -> tuple[Singles, Places, Counts, npt.NDArray[np.float64]]:
+        """Return `divergences`, and the upper halves of importances: which there are, how many have
+        each, and the squares of their deltas.  Writes the importances, float32[n].
+        """
+        counts, squares = _tables.counts, _tables.squares
+        divergence, scratch = self._divergence()
+        _upper(
+            *(*self._arguments(), address(scratch), address(divergence), address(importances)),
+            *(address(counts), address(squares)),
         )
+        places, found = _tables.taken(1)
+        sums = squares[places]
+        squares[places] = 0
+        return divergence, places, found, sums
+
+    def importances(self, divergence: Singles) -> Singles:
+        """Return the importance of each element, float32[n]."""
+        found = np.empty(math.prod(self._shape), dtype=np.float32)
+        _weigh(*self._arguments(), address(divergence), address(found))
         return found
 
     def important(self, divergence: Singles, least: float) -> Bools:
         """Return bool[n]: which elements are of this importance, a float32, or more."""
         found = np.empty(math.prod(self._shape), dtype=np.bool_)
-        bits = int(np.float32(least).view(np.uint32))
-        _take(*self._arguments(), address(divergence), bits, address(found))
+        limit = np.array([least], dtype=np.float32)
+        _take(*self._arguments(), address(divergence), address(limit), address(found))
         return found
 
 
-_QUARTERS: Final = (1, 2, 3)
 _REACH: Final = np.float32(1.5)
 _LACK: Final = (
     "the importance of an element is infinite or NaN",
     "importance has no quartiles",
 )
+_MOST_KEPT: Final = 1 << 25
+"""So many importances of a tensor are kept: 128 MiB."""
 _KEYS: Final = tuple(
     blake3(what).digest(length=16) for what in (b"importance", b"important squares")
 )
+
+
+def lower(importances: Singles, wanted: list[int]) -> tuple[Places, Counts]:
+    """Return which lower halves those with these upper halves have, and how many have each.
+
+    wanted: up to three, which ascend.  Lower halves of the second are larger by the number of
+    halves, and so on.
+    """
+    own = np.array([*wanted, *wanted[-1:] * 2], dtype=np.uint32)
+    _lower(address(importances), importances.size, address(own), address(_tables.counts))
+    return _tables.taken(len(wanted))
 
 
 class Important(CutTogether, frozen=True):
@@ -159,31 +206,40 @@ class _Chunks:
         self.elements = facts.elements
         self._length = length_of(facts.base.shape)
         self.numbers = range(-(-self.elements // self._chunk))
+        self._kept = facts.memory(min(self.elements, _MOST_KEPT))
 
     def rows(self, number: int) -> Rows:
         """Read a chunk."""
         base, expert = (
             (read(number), dtype) for read, dtype in zip(self._readers, self._dtypes, strict=True)
         )
-        n = min(self._chunk, self.elements - number * self._chunk)
-        return Rows(base, expert, self._length, n)
+        return Rows(base, expert, self._length, self.size(number))
+
+    def size(self, number: int) -> int:
+        """Return the number of elements of a chunk."""
+        return min(self._chunk, self.elements - number * self._chunk)
+
+    def kept(self, number: int) -> Singles | None:
+        """Return where importances of a chunk are kept; None if there is no room."""
+        start, size = number * self._chunk, self.size(number)
+        return self._kept[start : start + size] if start + size <= self._kept.size else None
 
 
 def _select(facts: TensorFacts) -> tuple[float, float]:
     """Return the least importance that is selected, and at most the sum of squares of the deltas.
 
-    Reads the expert twice.  NaN for tensors that are not finite.
+    Reads the expert, and what importances there is no memory for again.  NaN for tensors that are
+    not finite.
     """
     chunks = _Chunks(facts)
     divergence: dict[int, Singles] = {}
 
-    def look(number: int) -> tuple[npt.NDArray[np.int64], Counts, npt.NDArray[np.float64]]:
-        rows = chunks.rows(number)
-        own = divergence[number] = rows.divergences()
-        counts, squares = rows.upper(own)
-        # Most are 0, and chunks wait for each other: all of them would take much memory.
-        places = counts.nonzero()[0]
-        return places, counts[places], squares[places]
+    def look(number: int) -> tuple[Places, Counts, npt.NDArray[np.float64]]:
+        kept = chunks.kept(number)
+        if kept is None:
+            kept = np.empty(chunks.size(number), dtype=np.float32)
+        divergence[number], places, count, square = chunks.rows(number).upper(kept)
+        return places, count, square
 
     counts = halves.no_counts()
     squares = np.zeros(counts.size)
@@ -200,13 +256,20 @@ def _select(facts: TensorFacts) -> tuple[float, float]:
     ]
     wanted = sorted({top for top, _ in ranked})
 
-    def lower(number: int) -> Counts:
-        return chunks.rows(number).lower(divergence[number], wanted)
+    def look_again(number: int) -> tuple[Places, Counts]:
+        known = chunks.kept(number)
+        if known is None:
+            known = chunks.rows(number).importances(divergence[number])
+        return lower(known, wanted)
 
-    below = dict(zip(wanted, halves.added(facts.pool.map(lower, chunks.numbers)), strict=True))
+    below = halves.no_counts(len(wanted))
+    for places, count in facts.pool.map(look_again, chunks.numbers):
+        below.reshape(-1)[places] += count
     facts.remember(1, np.concatenate([divergence[number] for number in chunks.numbers]))
     first, median, third = (
-        np.uint32(halves.joined(top, halves.place(below[top], rank)[0])).view(np.float32)
+        np.uint32(halves.joined(top, halves.place(below[wanted.index(top)], rank)[0])).view(
+            np.float32
+        )
         for top, rank in ranked
     )
     least = np.float32(median + _REACH * np.float32(third - first))
