@@ -33,7 +33,7 @@ BLOCK = 1 << 16
 ELEMENTS = 40_000
 DATABASES = {
     "stats": ("pairs", "tables", "squares", "digests", "cuts", "thresholds", "ties"),
-    "memo": ("outputs", "requests"),
+    "memo": ("outputs", "requests", "outcomes"),
 }
 
 

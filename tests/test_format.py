@@ -837,7 +837,7 @@ def test_memo(made: Made) -> None:
     """Every row of memo/ ends with the check that the page says."""
     path = str(made.path / "memo")
     with lmdb.open(path, readonly=True, lock=False, max_dbs=16) as env, env.begin() as reading:
-        for name in ("outputs", "requests"):
+        for name in ("outputs", "requests", "outcomes"):
             with reading.cursor(db=env.open_db(name.encode(), reading, create=False)) as cursor:
                 rows = list(cursor)
             assert rows
@@ -856,7 +856,8 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
         handles = {name: env.open_db(name.encode(), reading, create=False) for name in names}
         _, table, memo = page_tables("database", "key", "value", "proof", "what it says")
         assert sorted(names) == sorted(name for name, *_ in table)
-        assert [name for name, *_ in memo] == ["outputs", "requests", "digests", "repositories"]
+        listed = ["outputs", "requests", "outcomes", "digests", "repositories"]
+        assert [name for name, *_ in memo] == listed
         place = reading.get(pair, db=handles["pairs"])
         batch, offset, length, check = struct.unpack(">III8s", place)
         tables = reading.get(struct.pack(">I", batch), db=handles["tables"])

@@ -62,7 +62,7 @@ def find_usual(
         rank: whole
         for rank, whole in found.items()
         if whole.quota != UNLIMITED
-        and statistics.ties([(*pair, rank, table.chunk_elements)]) == [None]
+        and statistics.ties([(*pair, rank, table.chunk_elements)])[0] is None
     }
     counts = chunks.ties([whole.value for whole in asked.values()])
     for (rank, whole), ties in zip(asked.items(), counts, strict=True):

@@ -290,16 +290,17 @@ def _remembered(catalog: Catalog, plan: Plan, memo: Memo) -> Outcome | None:
         return None
     with suppress(NotFound):
         manifest, coverage = catalog.manifest(known[0]), catalog.record(Coverage, known[1])
-        named = tensors_of(catalog, manifest)
         parts = [part.tensor_id() for file in manifest.files for part in file.parts]
         blocks = [block for one in catalog.tensors(parts) for block in one.block_ids()]
         if not all(catalog.has_blocks(blocks)):
             return None
         costs = costs_of(catalog, plan)
+        odd = [name for name, _ in coverage.not_finite]
+        named = tensors_of(catalog, manifest) if odd else {}
         return Outcome(
             manifest=manifest,
             coverage=coverage,
-            tensors={name: catalog.tensor(named[name]) for name, _ in coverage.not_finite},
+            tensors={name: catalog.tensor(named[name]) for name in odd},
             memo_rows=(),
             costs=costs,
             expert_bytes_read=0,
