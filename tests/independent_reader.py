@@ -499,6 +499,7 @@ FIELDS = {
         taken=many(row(text, count, text), MANY_TENSORS),
         dropped=many(text, MANY_TENSORS),
         without=many(text),
+        config=long_text,
     ),
     COVERAGE: fields(
         plan=an_id,
@@ -645,10 +646,11 @@ def plan_rules(record: Record) -> None:
         need(tensor.dtype is None or tensor.dtype in BITS, f"the dtype {what}")
         need(tensor.mixture is None or len(tensor.mixture[1]) == experts, f"factors {what}")
 
-    if record.layers:
-        need(not record.tensors and len(record.operations) == 1, "a stack with tensors")
-    else:
-        need(not record.taken and not record.dropped, "no stack, and yet tensors of one")
+    if record.layers or record.taken or record.dropped or record.config:
+        need(not record.tensors and len(record.operations) == 1, "an assembly that merges tensors")
+    if record.config:
+        entries = json.loads(record.config)
+        need(isinstance(entries, dict) and len(entries) > 0, "entries of a config")
     members = [member for member, _ in record.layers] + [member for _, member, _ in record.taken]
     need(all(member <= others for member in members), "a member that is none")
     need(ascends([name for name, _, _ in record.taken]), "the order of tensors taken")

@@ -19,7 +19,8 @@ MODULES = {
     "mstore.snapshots": "lineage notes",
     "mstore.terms": "errors ids phrases report sizes",
     "mstore.api": (
-        "adding exchanging exporting judging keeping merging naming open_store reading searching "
+        "adding assembling exchanging exporting judging keeping merging naming open_store reading "
+        "searching "
         "snapshot"
     ),
     "mstore.blocks": (

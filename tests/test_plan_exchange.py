@@ -184,6 +184,7 @@ MORE = {
     "taken": [["model.steps", 1, "model.steps"]],
     "dropped": ["model.steps"],
     "without": ["unet"],
+    "config": '{"layers": 1}',
 }
 """Fields that this plan has no need of, and a value of each."""
 

@@ -468,7 +468,7 @@ MOE = "base_model: base\ngate_mode: hidden\nexperts:\n- {source_model: math}\n"
 @pytest.mark.parametrize(
     ("text", "what", "hint"),
     [
-        (MOE, "mstore makes no mixtures of experts, as mergekit-moe does", None),
+        (MOE, "a recipe of a mixture of experts", "store.plan_moe(TEXT)"),
         (
             DENSE,
             "density must be in (0, 1], and at least 2^-32, not 2",

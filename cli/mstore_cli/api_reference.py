@@ -15,6 +15,7 @@ import msgspec
 import mstore
 from mstore.api import reports
 from mstore.api.adding import Adding
+from mstore.api.assembling import Assembling
 from mstore.api.exchanging import Exchanging
 from mstore.api.exporting import Exporting
 from mstore.api.integrations.directory import as_directory
@@ -44,7 +45,7 @@ WIDTH = 88
 _ITEM = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*): ", re.MULTILINE)
 # Users see a store as one class; its parts give the page its sections.
 PARTS = (
-    *(OpenStore, Adding, Reading, Merging, Judging, Searching, Naming, Keeping),
+    *(OpenStore, Adding, Reading, Merging, Assembling, Judging, Searching, Naming, Keeping),
     *(Exchanging, Exporting),
 )
 IDS: tuple[type, ...] = (

@@ -243,6 +243,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "check-merge": keys_of(reports.CompatibilityReport),
     "align": keys_of(reports.AlignReport),
     "cast": keys_of(reports.CastReport),
+    "moe": (Key("made", "list of merge", "the mixture, or its experts; each as of `merge`"),),
     "extract-lora": keys_of(reports.ExtractReport),
     "combine-adapters": keys_of(reports.CombineReport),
     "plan": (*keys_of(reports.PlanReport), *_MERGE_TO_COME),

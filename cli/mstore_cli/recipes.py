@@ -25,6 +25,7 @@ from mstore_cli.session import Session
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
     from mstore.api.reports import AlignedModel, AlignReport
+    from mstore.merge.moe.recipe import MoeRecipe
     from mstore.merge.recipes.recipe import Recipe, Text
     from mstore.terms.requests import RecipeRequest, Vocabulary
 
@@ -194,6 +195,16 @@ def models_of_template(session: Session, store: Store, recipe: RecipeText) -> di
     return revisions
 
 
+def models_of_moe(session: Session, store: Store, recipe: RecipeText) -> dict[str, str]:
+    """Return the revisions of the models that a recipe of mergekit-moe names.
+
+    Adds directories, as `request_of_recipe` does.  Raises BadRequest, NotFound.
+    """
+    from mstore.merge.moe.recipe import parse_moe
+
+    return _Models(session, store, recipe, {}).found(parse_moe(recipe.text, recipe.where))
+
+
 def _read(
     session: Session,
     store: Store,
@@ -239,7 +250,7 @@ class _Models:
         self._store = store
         self._recipe = recipe
 
-    def found(self, recipe: Recipe) -> dict[str, str]:
+    def found(self, recipe: Recipe | MoeRecipe) -> dict[str, str]:
         """Return the revision of each model, by the recipe's name for it.
 
         A name is a ref if there is one; `./name` is always a directory.
@@ -267,7 +278,7 @@ class _Models:
             base = base or revisions[model.text]
         return revisions
 
-    def require(self, recipe: Recipe, *, but: Collection[str]) -> None:
+    def require(self, recipe: Recipe | MoeRecipe, *, but: Collection[str]) -> None:
         """Raise NotFound for models that are neither refs nor directories, but for these.
 
         Raises BadRequest for revisions of the Hub, if what is ignored is refused.

@@ -98,6 +98,8 @@ def _as_command(call: Call) -> Call:
         return Call("note", call.arguments, (("remove", dict(call.options)["ids"]),))
     if call.operation == "vouch":
         return Call("configure", ("filesystem", *call.arguments), call.options)
+    if call.operation in ("plan_moe", "prepare_moe"):
+        return Call("moe", (), (("recipe", "FILE"), ("name", "REF")))
     if call.operation == "read_file":
         return Call("cat", (":".join(call.arguments),), call.options)
     return call

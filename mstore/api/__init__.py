@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import cast
 
 from mstore.api.adding import Adding
+from mstore.api.assembling import Assembling
 from mstore.api.exchanging import Exchanging
 from mstore.api.exporting import Exporting
 from mstore.api.keeping import Keeping
-from mstore.api.merging import Merging
 from mstore.api.naming import Naming
 from mstore.api.reading import Reading
 from mstore.api.searching import Searching
@@ -30,7 +30,7 @@ from mstore.terms.report import html
 __all__ = ["Snapshot", "Store"]
 
 
-class Store(Reading, Adding, Searching, Merging, Naming, Exchanging, Exporting, Keeping):
+class Store(Reading, Adding, Searching, Assembling, Naming, Exchanging, Exporting, Keeping):
     """An open store.  Use it as a context manager, or call `close`.
 
     Iterating gives the names of its branches and tags.

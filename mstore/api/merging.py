@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mstore.merge.analysis.sweep import SweepReport
     from mstore.merge.methods.registry import MethodReport
     from mstore.merge.planning.costs import Costs
-    from mstore.merge.planning.recipes import PreparedModel
+    from mstore.merge.planning.recipes import Preparation, PreparedModel
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Request
     from mstore.merge.planning.warnings import MergeWarning
@@ -160,14 +160,28 @@ class Merging(Exchanging):
         Raises what `read_recipe`, `plan` and `merge` raise.
         """
         from mstore.merge.planning.recipes import preparations
-        from mstore.merge.running.commit import run_merge
-        from mstore.store.plans import sources_of
 
         found = preparations(
             self._catalog, text, where=where, models=models or {}, document=document, strict=strict
         )
+        return self._prepared(
+            found, allow_nonfinite=allow_nonfinite, threads=threads, progress=progress
+        )
+
+    def _prepared(
+        self,
+        needed: Sequence[Preparation],
+        *,
+        allow_nonfinite: bool,
+        threads: int | None,
+        progress: ProgressCallback | None,
+    ) -> tuple[PreparedModel, ...]:
+        """Make models that something else is made of, in order.  Raises as `plan` and `merge`."""
+        from mstore.merge.running.commit import run_merge
+        from mstore.store.plans import sources_of
+
         made = []
-        for one in found:
+        for one in needed:
             plan = self.plan(one.request, allow_noop=True, threads=threads, progress=progress)
             layouts.require_writable(self._catalog.layout)
             record = self._catalog.record(Plan, plan.plan)

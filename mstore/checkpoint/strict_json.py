@@ -136,6 +136,23 @@ def json_object(data: bytes) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
+def entries_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the entries of an object that are others after than before, as JSON, sorted by name.
+
+    null for one that is gone; empty if there are none. Of objects in objects, whole ones.
+    """
+    found = {name: one for name, one in after.items() if before.get(name, after) != one}
+    found |= dict.fromkeys(before.keys() - after.keys())
+    return json.dumps(found, sort_keys=True, ensure_ascii=False) if found else ""
+
+
+def with_entries(before: Mapping[str, Any], entries: str) -> dict[str, Any]:
+    """Return an object with these entries (`entries_between`); what it had keeps its place."""
+    found = json_object(entries.encode())
+    merged = {**before, **found}
+    return {name: one for name, one in merged.items() if one is not None or name not in found}
+
+
 def json_bytes(fields: Mapping[str, Any]) -> bytes:
     """Return an object as people read it."""
     return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()

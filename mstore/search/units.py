@@ -36,8 +36,8 @@ def units_of(plan: Plan, *, experts: bool, layers: bool) -> list[Unit]:
 
     Raises BadRequest for a merge that has none.
     """
-    if plan.layers:
-        raise BadRequest("the merge stacks layers as they are: no expert changes another's")
+    if plan.is_assembly:
+        raise BadRequest("the merge takes tensors as they are: no expert changes another's")
     found: dict[Unit, None] = {}
     count = len(plan.experts)
     tensors = {tensor.name: tensor for tensor in plan.tensors}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import structs
@@ -345,8 +345,20 @@ def _weight_map(catalog: Catalog, index: File | None) -> WeightMap:
     return {name: file for name, file in found.items() if isinstance(file, str)}
 
 
+def whole_config_of(catalog: Catalog, model: Manifest) -> dict[str, Any]:
+    """Return the config of a model with all its numbers, as another one is written of it."""
+    # Late: what lists tensors needs no config.
+    from mstore.checkpoint.declared import CONFIG
+    from mstore.checkpoint.strict_json import json_object
+
+    return json_object(catalog.read_small(model.file(CONFIG), _MAX_CONFIG) or b"")
+
+
 def config_of(catalog: Catalog, model: Manifest, path: str | None = None) -> dict[str, object]:
-    """Return the config of a model, or the one at `path`; empty if there is none of use."""
+    """Return the config of a model, or the one at `path`; empty if there is none of use.
+
+    Every number with a fraction is NaN in it.
+    """
     # Late: what lists tensors needs no config.
     from mstore.checkpoint.declared import CONFIG
     from mstore.checkpoint.strict_json import parse_object

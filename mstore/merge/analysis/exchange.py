@@ -103,6 +103,7 @@ class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     taken: tuple[tuple[str, int, str], ...] = ()
     dropped: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    config: str = ""
 
 
 def export_plan(catalog: Catalog, text: str) -> str:
@@ -155,6 +156,7 @@ def plan_text(plan: Plan, id: PlanId, sources: PlanInputs) -> str:
         taken=tuple((one.name, one.member, one.source) for one in plan.taken),
         dropped=plan.dropped,
         without=plan.without,
+        config=plan.config,
     )
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
 
@@ -240,4 +242,5 @@ def _plan(value: _Text) -> Plan:
         taken=tuple(Taken(*one) for one in value.taken),
         dropped=value.dropped,
         without=value.without,
+        config=value.config,
     )

@@ -128,9 +128,9 @@ class Operations:
 
 
 def _operations(plan: Plan) -> tuple[PlanOperation, ...]:
-    if plan.layers:
-        # A stack has no arithmetic, so its method does not count experts.
-        return (structs.replace(plan.operation, weights=plan.weights[:1]),)
+    if plan.is_assembly:
+        # It has no arithmetic, so its method does not count experts.
+        return (structs.replace(plan.operation, weights=plan.weights[:1] or (1.0,)),)
     return plan.operations
 
 

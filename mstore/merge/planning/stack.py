@@ -25,11 +25,12 @@ from typing import Any, Final
 
 import msgspec
 
+from mstore.checkpoint.strict_json import entries_between
 from mstore.merge.planning.request import Request
 from mstore.merge.recipes.layers import COUNTS, TEXT_CONFIGS, ModelLayers, layers_of
 from mstore.models.adapters.inputs import Inputs
 from mstore.store.catalog import Catalog
-from mstore.store.models import config_of
+from mstore.store.models import config_of, whole_config_of
 from mstore.store.objects.plan import Criteria, Plan, PlanOperation, Taken
 from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import BadRequest, Incompatible
@@ -92,6 +93,7 @@ def stacked(catalog: Catalog, request: Request) -> Plan:
     one = members[after]
     found |= {one.moved(name, len(layers)): (after, name) for name in one.last}
     _require_shapes(inputs, members, found, len(layers))
+    configs = [whole_config_of(catalog, catalog.manifest(id)) for id in manifests]
     own = base.tensors
     taken = {
         name: (number, source)
@@ -122,6 +124,7 @@ def stacked(catalog: Catalog, request: Request) -> Plan:
         layers=tuple(layers),
         taken=tuple(Taken(name, *taken[name]) for name in sorted(taken)),
         dropped=tuple(sorted(own.keys() - found.keys())),
+        config=entries_between(configs[0], stacked_config(configs, layers).fields),
     )
 
 

@@ -81,6 +81,9 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
 
 
 def _asked(plan: Plan, operations: Operations) -> tuple[Companion, ...]:
+    if plan.is_assembly:
+        # No method reads them: their tensors are taken as they are.
+        return ()
     asked = operations.main.method.companions
     wanted = [(one.role, of) for one in asked for of in one.places(len(plan.experts))]
     if [(one.role, one.of) for one in plan.companions] != wanted:
@@ -101,7 +104,7 @@ def _check_stack(plan: Plan, inputs: Inputs) -> None:
     for name in plan.dropped:
         if name not in inputs.base:
             raise _unsound_stack(name)
-    if plan.layers and plan.dtype is not None:
+    if plan.is_assembly and plan.dtype is not None:
         raise _unsound_stack(plan.dtype)
 
 
@@ -258,7 +261,7 @@ def _cancels(plan: Plan) -> bool:
     """Return whether a plain sum has only two terms, one the exact negative of the other."""
     own = any(tensor.sources or tensor.mixture for tensor in plan.tensors)
     each = any(isinstance(value, tuple) for _, value in plan.operation.parameters)
-    if own or each or plan.layers or len(plan.operations) > 1:
+    if own or each or plan.is_assembly or len(plan.operations) > 1:
         return False
     operation = Operations(plan).main
     weighted = [

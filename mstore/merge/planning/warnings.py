@@ -98,12 +98,15 @@ class MergeWarning(Report, frozen=True):
 
 def idle_experts(plan: Plan, sources: PlanInputs) -> tuple[MergeWarning, ...]:
     """Return a warning for each reason why an expert adds nothing to this plan, in plan order."""
-    if plan.layers:
-        used = {member for member, _ in plan.layers}
+    if plan.is_assembly:
+        used = {member for member, _ in plan.layers} | {one.member for one in plan.taken}
+        what = "layer" if plan.layers else "tensor"
         return tuple(
-            MergeWarning(LEFT_OUT, source.name, f"no layer is from {source.name}")
-            for number, source in enumerate(sources.experts, start=1)
-            if number not in used and plan.experts[number - 1].key != plan.inputs[0].key
+            MergeWarning(LEFT_OUT, source.name, f"no {what} is from {source.name}")
+            for number, (one, source) in enumerate(
+                zip(plan.experts, sources.experts, strict=False), start=1
+            )
+            if number not in used and one.key != plan.inputs[0].key
         )
     return tuple(
         MergeWarning(kind, sources.experts[k].name, text)
@@ -466,7 +469,7 @@ def senseless(
     names = [source.name for source in sources.experts[:models]]
     used = Operations(plan)
     operations = used.used(plan)
-    if plan.layers or is_adapter(tensors_of(catalog, catalog.manifest(plan.base_id()))):
+    if plan.is_assembly or is_adapter(tensors_of(catalog, catalog.manifest(plan.base_id()))):
         # Factors of adapters have no base in common, and a stack takes layers as they are.
         return ()
     if all(one.adds_whole for one in operations):

@@ -31,6 +31,7 @@ from mstore.merge.recipes.recipe import (
     converted,
 )
 from mstore.terms.errors import BadRequest, did_you_mean
+from mstore.terms.phrases import Call
 from mstore.terms.requests import AUTO, UNION
 
 _Parsed = TypeVar("_Parsed")
@@ -60,288 +61,17 @@ def parse(
     return tuple(_Document(where, strict).recipe(node) for node in documents)
 
 
-class _Document:
-    """Parses one document."""
+class DocumentReader:
+    """Reads the nodes of one document; keys that are none are noted, or refused if strict."""
 
     def __init__(self, where: str, strict: bool) -> None:
         self._where = where
         self._strict = strict
         self._ignored: list[Ignored] = []
 
-    def recipe(self, node: Node) -> Recipe:
-        keys = {key.value for key, _ in node.entries} if isinstance(node, Entries) else set()
-        if not keys.isdisjoint(_OF_MIXTURES) and "merge_method" not in keys:
-            raise self._refused("mstore makes no mixtures of experts, as mergekit-moe does", node)
-        fields = self._fields(node, "a recipe", _KEYS)
-        if "merge_method" not in fields:
-            raise self._lacking("a recipe names its merge_method", node)
-        models = self._list(fields, "models", self._model)
-        slices = self._list(fields, "slices", self._slice)
-        modules = self._modules(fields.get("modules"))
-        if sum(map(bool, (models, slices, modules))) != 1:
-            raise self._lacking("a recipe has one of models, slices and modules", node)
-        base = self._maybe(fields, "base_model", self._adapted)
-        tokenizer = self._tokenizer(fields)
-        return Recipe(
-            where=self._where,
-            line=node.line,
-            method=self._text(fields["merge_method"], "merge_method"),
-            base=base,
-            models=models,
-            slices=slices,
-            modules=modules,
-            settings=self._settings(fields),
-            dtype=self._maybe(fields, "dtype", lambda one: self._text(one, "dtype")),
-            out_dtype=self._maybe(fields, "out_dtype", lambda one: self._text(one, "out_dtype")),
-            tokenizer=tokenizer,
-            template=self._maybe(fields, "chat_template", self._template),
-            name=self._maybe(fields, "name", lambda one: self._text(one, "name")),
-            ignored=tuple(sorted(self._ignored, key=lambda one: one.line)),
-            strict=self._strict,
-            companions=self._companions(fields.get("companions")),
-        )
-
-    def _companions(self, node: Node | None) -> tuple[tuple[Text, Text], ...]:
-        if node is None or _is_null(node):
-            return ()
+    def fields(self, node: Node, what: str, known: Collection[str]) -> dict[str, Node]:
         if not isinstance(node, Entries):
-            raise self._refused("companions are models by ROLE:MODEL", node)
-        return tuple(
-            (Text(str(key.value), key.line), self._path(value, "a companion"))
-            for key, value in node.entries
-        )
-
-    # -- models --------------------------------------------------------------------------------
-
-    def _model(self, node: Node) -> Source:
-        fields = self._fields(node, "a model", ("model", "parameters"))
-        if "model" not in fields:
-            raise self._lacking("an item of models names its model", node)
-        return Source(self._adapted(fields["model"]), self._settings(fields), None, line=node.line)
-
-    def _slice(self, node: Node) -> RecipeSlice:
-        known = ("sources", "parameters", "base_model", "residual_weight")
-        fields = self._fields(node, "a slice", known)
-        self._ignore_given(fields, "residual_weight", "does nothing")
-        sources = self._list(fields, "sources", self._source)
-        if not sources:
-            raise self._lacking("a slice has sources", node)
-        base = self._maybe(fields, "base_model", self._adapted)
-        return RecipeSlice(sources, self._settings(fields), base, node.line)
-
-    def _modules(self, node: Node | None) -> tuple[Module, ...]:
-        if node is None or _is_null(node):
-            return ()
-        if not isinstance(node, Entries):
-            raise self._refused("modules are parts of the model by name", node)
-        return tuple(self._module(key, value) for key, value in node.entries)
-
-    def _module(self, key: Scalar, node: Node) -> Module:
-        name = Text(str(key.value), key.line)
-        what = f"the module {name.text[:_SHOWN]}"
-        fields = self._fields(node, what, ("models", "slices", "parameters"))
-        models = self._list(fields, "models", self._model)
-        slices = self._list(fields, "slices", self._slice)
-        if bool(models) == bool(slices):
-            raise self._lacking(f"{what} has either models or slices", key)
-        return Module(name, models, slices, self._settings(fields))
-
-    def _source(self, node: Node) -> Source:
-        fields = self._fields(node, "a source", ("model", "layer_range", "parameters"))
-        for key in ("model", "layer_range"):
-            if key not in fields:
-                raise self._lacking(f"a source of a slice needs its {key}", node)
-        return Source(
-            self._adapted(fields["model"]),
-            self._settings(fields),
-            self._range(fields["layer_range"]),
-            node.line,
-        )
-
-    def _range(self, node: Node) -> tuple[int, int]:
-        if isinstance(node, Items) and len(node.items) == 2:
-            first, last = map(self._layer, node.items)
-            if first is not None and last is not None and 0 <= first < last:
-                return first, last
-        raise self._refused(
-            "a layer_range is [first, end]: two whole numbers, the end larger than the first", node
-        )
-
-    def _layer(self, node: Node) -> int | None:
-        """Return the number of a layer, also if it is written as text or as 3.0."""
-        value = node.value if isinstance(node, Scalar) else None
-        try:
-            found = None if isinstance(value, bool | None) else converted(value, "int")
-        except NotThatKind:
-            return None
-        return found if _is_whole(found) else None
-
-    def _model_name(self, node: Node) -> Text:
-        name = self._adapted(node)
-        if name.adapter() is not None:
-            raise self._refused(
-                "a model with an adapter (MODEL+ADAPTER) is one of models or the base_model, and "
-                "gives no tokens",
-                node,
-            )
-        return name
-
-    def _adapted(self, node: Node) -> Text:
-        name, lora = self._model_and_lora(node)
-        parts = [*name.text.split("+"), *([] if lora is None else [lora.text])]
-        if not all(parts):
-            raise self._refused("a model with an adapter is MODEL+ADAPTER", node)
-        if len(parts) > 2:
-            raise self._refused("a model has one adapter at most", node)
-        return Text("+".join(parts), name.line)
-
-    def _model_and_lora(self, node: Node) -> tuple[Text, Text | None]:
-        if not isinstance(node, Entries):
-            return self._text(node, "a model"), None
-        known = ("model", "lora", "override_architecture")
-        if not any(key.value == "model" for key, _ in node.entries):
-            raise self._refused("a model is a name, or a mapping with model: NAME", node)
-        fields = self._fields(node, "a model", known)
-        told = "is not needed: layers are known by the names of tensors"
-        self._ignore_given(fields, "override_architecture", told)
-        lora = self._maybe(fields, "lora", lambda one: self._path(one, "an adapter"))
-        return self._path(fields["model"], "a model"), lora
-
-    def _path(self, node: Node, what: str) -> Text:
-        if isinstance(node, Entries):
-            fields = self._fields(node, what, ("path", "revision"))
-            told = "is not looked up: the model is that of this store"
-            self._ignore_given(fields, "revision", told)
-            node = fields.get("path", node)
-        return self._text(node, what)
-
-    # -- parameters ----------------------------------------------------------------------------
-
-    def _settings(self, fields: Mapping[str, Node]) -> Settings:
-        node = fields.get("parameters")
-        if node is None or _is_null(node):
-            return {}
-        if not isinstance(node, Entries):
-            raise self._refused("parameters are values by name", node)
-        return {str(key.value): self._setting(value, str(key.value)) for key, value in node.entries}
-
-    def _setting(self, node: Node, name: str) -> Setting:
-        if isinstance(node, Entries):
-            return Setting((self._condition(node, name),), node.line)
-        if isinstance(node, Items) and any(isinstance(one, Entries) for one in node.items):
-            conditions = tuple(self._condition(one, name) for one in node.items)
-            return Setting(conditions, node.line)
-        return Setting((Condition(self._value(node, name), None, node.line),), node.line)
-
-    def _condition(self, node: Node, name: str) -> Condition:
-        fields = self._fields(node, f"a condition of {name}", ("filter", "value"))
-        if "value" not in fields:
-            raise self._refused(f"a condition of {name} has a value", node)
-        pattern = self._maybe(fields, "filter", self._filter)
-        value = self._value(fields["value"], name)
-        return Condition(value, None if pattern is None else pattern.text, fields["value"].line)
-
-    def _filter(self, node: Node) -> Text:
-        # An empty one is a part of every name.
-        is_empty = isinstance(node, Scalar) and node.value == ""
-        return Text(ANY, node.line) if is_empty else self._text(node, "a filter")
-
-    def _value(self, node: Node, name: str) -> Given | tuple[Given, ...]:
-        if isinstance(node, Items):
-            return tuple(self._single(one, name) for one in node.items)
-        return self._single(node, name)
-
-    def _single(self, node: Node, name: str) -> Given:
-        if isinstance(node, Scalar) and node.value is not None:
-            return node.value
-        raise self._refused(
-            f"{name} is a value, a list of values over the layers, or conditions", node
-        )
-
-    # -- tokenizer -----------------------------------------------------------------------------
-
-    def _tokenizer(self, fields: Mapping[str, Node]) -> TokenizerSource | None:
-        source = self._maybe(fields, "tokenizer_source", self._model_name)
-        node = fields.get("tokenizer")
-        if node is None or _is_null(node):
-            return None if source is None else TokenizerSource(source)
-        if source is not None:
-            raise self._refused("a recipe has tokenizer or tokenizer_source, not both", node)
-        own = self._fields(node, "tokenizer", ("source", "tokens", "pad_to_multiple_of"))
-        tokens = own.get("tokens", Entries((), node.line, 0))
-        if not isinstance(tokens, Entries) and not _is_null(tokens):
-            raise self._refused("tokenizer.tokens is a mapping of tokens to their sources", tokens)
-        return TokenizerSource(
-            self._maybe(own, "source", self._model_name) or Text(UNION, node.line),
-            tuple(self._token(*one) for one in tokens.entries)
-            if isinstance(tokens, Entries)
-            else (),
-            self._padding(own.get("pad_to_multiple_of")),
-        )
-
-    def _template(self, node: Node) -> Text:
-        found = self._text(node, "chat_template")
-        if found.text in TEMPLATES:
-            return Text(TEMPLATES[found.text], found.line)
-        if found.text != AUTO and "{" not in found.text:
-            raise self._refused(
-                f"no chat template is called {found.text[:_SHOWN]!r} here: write the template "
-                f"itself, {', '.join(TEMPLATES)}, or {AUTO}",
-                node,
-            )
-        return found
-
-    def _padding(self, node: Node | None) -> int | None:
-        if node is None or _is_null(node):
-            return None
-        if isinstance(node, Scalar) and _is_whole(node.value) and node.value > 0:
-            return node.value
-        raise self._refused("pad_to_multiple_of is a whole number of 1 or more", node)
-
-    def _token(self, key: Scalar, node: Node) -> TokenSource:
-        token = Text(str(key.value), key.line)
-        own = self._fields(node, f"the token {token.text[:_SHOWN]!r}", ("source", "force"))
-        force = self._flag(own.get("force"))
-        source = own.get("source")
-        if source is None or _is_null(source):
-            raise self._refused(f"the token {token.text[:_SHOWN]!r} needs a source", node)
-        kind = self._kind(source)
-        if kind is None:
-            return TokenSource(token, self._model_name(source), None, force)
-        known = ("kind",) if kind == _ZERO else ("kind", "model", "token", "token_id")
-        fields = self._fields(source, f"a source of kind {kind}", known)
-        if kind == _ZERO:
-            return TokenSource(token, None, None, force)
-        other = [fields[name] for name in ("token", "token_id") if name in fields]
-        given = [one.value for one in other if isinstance(one, Scalar) and one.value is not None]
-        if "model" not in fields or len(given) != 1 or not isinstance(given[0], str | int):
-            raise self._refused("a model_token has a model, and a token or a token_id", source)
-        value = given[0] if _is_whole(given[0]) else str(given[0])
-        return TokenSource(token, self._model_name(fields["model"]), value, force)
-
-    def _kind(self, node: Node) -> str | None:
-        found = (
-            {key.value: value for key, value in node.entries} if isinstance(node, Entries) else {}
-        )
-        kind = found.get("kind")
-        if not isinstance(kind, Scalar):
-            return None
-        if kind.value not in (_ZERO, _ANOTHER):
-            raise self._refused(f"a kind of source is {_ZERO} or {_ANOTHER}", kind)
-        return str(kind.value)
-
-    def _flag(self, node: Node | None) -> bool:
-        if node is None or _is_null(node):
-            return False
-        if isinstance(node, Scalar) and isinstance(node.value, bool):
-            return node.value
-        raise self._refused("force is true or false", node)
-
-    # -- nodes ---------------------------------------------------------------------------------
-
-    def _fields(self, node: Node, what: str, known: Collection[str]) -> dict[str, Node]:
-        if not isinstance(node, Entries):
-            raise self._refused(f"{what} is a mapping with the keys {', '.join(known)}", node)
+            raise self.refused(f"{what} is a mapping with the keys {', '.join(known)}", node)
         for key, _ in node.entries:
             name = str(key.value)
             if name not in known:
@@ -351,17 +81,17 @@ class _Document:
                 self._ignore(told, key.line, None if meant is None else str(meant), more)
         return {str(key.value): value for key, value in node.entries if key.value in known}
 
-    def _list(
+    def items(
         self, fields: Mapping[str, Node], key: str, item: Callable[[Node], _Parsed]
     ) -> tuple[_Parsed, ...]:
         node = fields.get(key)
         if node is None or _is_null(node):
             return ()
         if not isinstance(node, Items):
-            raise self._refused(f"{key} is a list", node)
+            raise self.refused(f"{key} is a list", node)
         return tuple(item(one) for one in node.items)
 
-    def _maybe(
+    def maybe(
         self, fields: Mapping[str, Node], key: str, read: Callable[[Node], Text]
     ) -> Text | None:
         node = fields.get(key)
@@ -378,18 +108,295 @@ class _Document:
             raise BadRequest(what + more, where=at(self._where, line), hint=meant)
         self._ignored.append(Ignored(what, line, meant))
 
-    def _lacking(self, what: str, node: Node) -> BadRequest:
+    def lacking(self, what: str, node: Node) -> BadRequest:
         meant = next((one for one in self._ignored if one.meant is not None), None)
         hint = None if meant is None else f"line {meant.line}: {meant.what}; {meant.meant}"
         return BadRequest(what, where=at(self._where, node.line), hint=hint)
 
-    def _text(self, node: Node, what: str) -> Text:
+    def text(self, node: Node, what: str) -> Text:
         if isinstance(node, Scalar) and isinstance(node.value, str) and node.value:
             return Text(node.value, node.line)
-        raise self._refused(f"{what} is text; write it in quotes if it looks like a number", node)
+        raise self.refused(f"{what} is text; write it in quotes if it looks like a number", node)
 
-    def _refused(self, what: str, node: Node) -> BadRequest:
+    def refused(self, what: str, node: Node) -> BadRequest:
         return BadRequest(what, where=at(self._where, node.line))
+
+    def adapted(self, node: Node) -> Text:
+        name, lora = self.model_and_lora(node)
+        parts = [*name.text.split("+"), *([] if lora is None else [lora.text])]
+        if not all(parts):
+            raise self.refused("a model with an adapter is MODEL+ADAPTER", node)
+        if len(parts) > 2:
+            raise self.refused("a model has one adapter at most", node)
+        return Text("+".join(parts), name.line)
+
+    def model_and_lora(self, node: Node) -> tuple[Text, Text | None]:
+        if not isinstance(node, Entries):
+            return self.text(node, "a model"), None
+        known = ("model", "lora", "override_architecture")
+        if not any(key.value == "model" for key, _ in node.entries):
+            raise self.refused("a model is a name, or a mapping with model: NAME", node)
+        fields = self.fields(node, "a model", known)
+        told = "is not needed: layers are known by the names of tensors"
+        self._ignore_given(fields, "override_architecture", told)
+        lora = self.maybe(fields, "lora", lambda one: self.path(one, "an adapter"))
+        return self.path(fields["model"], "a model"), lora
+
+    def path(self, node: Node, what: str) -> Text:
+        if isinstance(node, Entries):
+            fields = self.fields(node, what, ("path", "revision"))
+            told = "is not looked up: the model is that of this store"
+            self._ignore_given(fields, "revision", told)
+            node = fields.get("path", node)
+        return self.text(node, what)
+
+
+class _Document(DocumentReader):
+    """Parses one document."""
+
+    def recipe(self, node: Node) -> Recipe:
+        keys = {key.value for key, _ in node.entries} if isinstance(node, Entries) else set()
+        if not keys.isdisjoint(_OF_MIXTURES) and "merge_method" not in keys:
+            raise BadRequest(
+                "a recipe of a mixture of experts",
+                where=at(self._where, node.line),
+                hint=Call("plan_moe", ("TEXT",)),
+            )
+        fields = self.fields(node, "a recipe", _KEYS)
+        if "merge_method" not in fields:
+            raise self.lacking("a recipe names its merge_method", node)
+        models = self.items(fields, "models", self._model)
+        slices = self.items(fields, "slices", self._slice)
+        modules = self._modules(fields.get("modules"))
+        if sum(map(bool, (models, slices, modules))) != 1:
+            raise self.lacking("a recipe has one of models, slices and modules", node)
+        base = self.maybe(fields, "base_model", self.adapted)
+        tokenizer = self._tokenizer(fields)
+        return Recipe(
+            where=self._where,
+            line=node.line,
+            method=self.text(fields["merge_method"], "merge_method"),
+            base=base,
+            models=models,
+            slices=slices,
+            modules=modules,
+            settings=self._settings(fields),
+            dtype=self.maybe(fields, "dtype", lambda one: self.text(one, "dtype")),
+            out_dtype=self.maybe(fields, "out_dtype", lambda one: self.text(one, "out_dtype")),
+            tokenizer=tokenizer,
+            template=self.maybe(fields, "chat_template", self._template),
+            name=self.maybe(fields, "name", lambda one: self.text(one, "name")),
+            ignored=tuple(sorted(self._ignored, key=lambda one: one.line)),
+            strict=self._strict,
+            companions=self._companions(fields.get("companions")),
+        )
+
+    def _companions(self, node: Node | None) -> tuple[tuple[Text, Text], ...]:
+        if node is None or _is_null(node):
+            return ()
+        if not isinstance(node, Entries):
+            raise self.refused("companions are models by ROLE:MODEL", node)
+        return tuple(
+            (Text(str(key.value), key.line), self.path(value, "a companion"))
+            for key, value in node.entries
+        )
+
+    # -- models --------------------------------------------------------------------------------
+
+    def _model(self, node: Node) -> Source:
+        fields = self.fields(node, "a model", ("model", "parameters"))
+        if "model" not in fields:
+            raise self.lacking("an item of models names its model", node)
+        return Source(self.adapted(fields["model"]), self._settings(fields), None, line=node.line)
+
+    def _slice(self, node: Node) -> RecipeSlice:
+        known = ("sources", "parameters", "base_model", "residual_weight")
+        fields = self.fields(node, "a slice", known)
+        self._ignore_given(fields, "residual_weight", "does nothing")
+        sources = self.items(fields, "sources", self._source)
+        if not sources:
+            raise self.lacking("a slice has sources", node)
+        base = self.maybe(fields, "base_model", self.adapted)
+        return RecipeSlice(sources, self._settings(fields), base, node.line)
+
+    def _modules(self, node: Node | None) -> tuple[Module, ...]:
+        if node is None or _is_null(node):
+            return ()
+        if not isinstance(node, Entries):
+            raise self.refused("modules are parts of the model by name", node)
+        return tuple(self._module(key, value) for key, value in node.entries)
+
+    def _module(self, key: Scalar, node: Node) -> Module:
+        name = Text(str(key.value), key.line)
+        what = f"the module {name.text[:_SHOWN]}"
+        fields = self.fields(node, what, ("models", "slices", "parameters"))
+        models = self.items(fields, "models", self._model)
+        slices = self.items(fields, "slices", self._slice)
+        if bool(models) == bool(slices):
+            raise self.lacking(f"{what} has either models or slices", key)
+        return Module(name, models, slices, self._settings(fields))
+
+    def _source(self, node: Node) -> Source:
+        fields = self.fields(node, "a source", ("model", "layer_range", "parameters"))
+        for key in ("model", "layer_range"):
+            if key not in fields:
+                raise self.lacking(f"a source of a slice needs its {key}", node)
+        return Source(
+            self.adapted(fields["model"]),
+            self._settings(fields),
+            self._range(fields["layer_range"]),
+            node.line,
+        )
+
+    def _range(self, node: Node) -> tuple[int, int]:
+        if isinstance(node, Items) and len(node.items) == 2:
+            first, last = map(self._layer, node.items)
+            if first is not None and last is not None and 0 <= first < last:
+                return first, last
+        raise self.refused(
+            "a layer_range is [first, end]: two whole numbers, the end larger than the first", node
+        )
+
+    def _layer(self, node: Node) -> int | None:
+        """Return the number of a layer, also if it is written as text or as 3.0."""
+        value = node.value if isinstance(node, Scalar) else None
+        try:
+            found = None if isinstance(value, bool | None) else converted(value, "int")
+        except NotThatKind:
+            return None
+        return found if _is_whole(found) else None
+
+    def _model_name(self, node: Node) -> Text:
+        name = self.adapted(node)
+        if name.adapter() is not None:
+            raise self.refused(
+                "a model with an adapter (MODEL+ADAPTER) is one of models or the base_model, and "
+                "gives no tokens",
+                node,
+            )
+        return name
+
+    # -- parameters ----------------------------------------------------------------------------
+
+    def _settings(self, fields: Mapping[str, Node]) -> Settings:
+        node = fields.get("parameters")
+        if node is None or _is_null(node):
+            return {}
+        if not isinstance(node, Entries):
+            raise self.refused("parameters are values by name", node)
+        return {str(key.value): self._setting(value, str(key.value)) for key, value in node.entries}
+
+    def _setting(self, node: Node, name: str) -> Setting:
+        if isinstance(node, Entries):
+            return Setting((self._condition(node, name),), node.line)
+        if isinstance(node, Items) and any(isinstance(one, Entries) for one in node.items):
+            conditions = tuple(self._condition(one, name) for one in node.items)
+            return Setting(conditions, node.line)
+        return Setting((Condition(self._value(node, name), None, node.line),), node.line)
+
+    def _condition(self, node: Node, name: str) -> Condition:
+        fields = self.fields(node, f"a condition of {name}", ("filter", "value"))
+        if "value" not in fields:
+            raise self.refused(f"a condition of {name} has a value", node)
+        pattern = self.maybe(fields, "filter", self._filter)
+        value = self._value(fields["value"], name)
+        return Condition(value, None if pattern is None else pattern.text, fields["value"].line)
+
+    def _filter(self, node: Node) -> Text:
+        # An empty one is a part of every name.
+        is_empty = isinstance(node, Scalar) and node.value == ""
+        return Text(ANY, node.line) if is_empty else self.text(node, "a filter")
+
+    def _value(self, node: Node, name: str) -> Given | tuple[Given, ...]:
+        if isinstance(node, Items):
+            return tuple(self._single(one, name) for one in node.items)
+        return self._single(node, name)
+
+    def _single(self, node: Node, name: str) -> Given:
+        if isinstance(node, Scalar) and node.value is not None:
+            return node.value
+        raise self.refused(
+            f"{name} is a value, a list of values over the layers, or conditions", node
+        )
+
+    # -- tokenizer -----------------------------------------------------------------------------
+
+    def _tokenizer(self, fields: Mapping[str, Node]) -> TokenizerSource | None:
+        source = self.maybe(fields, "tokenizer_source", self._model_name)
+        node = fields.get("tokenizer")
+        if node is None or _is_null(node):
+            return None if source is None else TokenizerSource(source)
+        if source is not None:
+            raise self.refused("a recipe has tokenizer or tokenizer_source, not both", node)
+        own = self.fields(node, "tokenizer", ("source", "tokens", "pad_to_multiple_of"))
+        tokens = own.get("tokens", Entries((), node.line, 0))
+        if not isinstance(tokens, Entries) and not _is_null(tokens):
+            raise self.refused("tokenizer.tokens is a mapping of tokens to their sources", tokens)
+        return TokenizerSource(
+            self.maybe(own, "source", self._model_name) or Text(UNION, node.line),
+            tuple(self._token(*one) for one in tokens.entries)
+            if isinstance(tokens, Entries)
+            else (),
+            self._padding(own.get("pad_to_multiple_of")),
+        )
+
+    def _template(self, node: Node) -> Text:
+        found = self.text(node, "chat_template")
+        if found.text in TEMPLATES:
+            return Text(TEMPLATES[found.text], found.line)
+        if found.text != AUTO and "{" not in found.text:
+            raise self.refused(
+                f"no chat template is called {found.text[:_SHOWN]!r} here: write the template "
+                f"itself, {', '.join(TEMPLATES)}, or {AUTO}",
+                node,
+            )
+        return found
+
+    def _padding(self, node: Node | None) -> int | None:
+        if node is None or _is_null(node):
+            return None
+        if isinstance(node, Scalar) and _is_whole(node.value) and node.value > 0:
+            return node.value
+        raise self.refused("pad_to_multiple_of is a whole number of 1 or more", node)
+
+    def _token(self, key: Scalar, node: Node) -> TokenSource:
+        token = Text(str(key.value), key.line)
+        own = self.fields(node, f"the token {token.text[:_SHOWN]!r}", ("source", "force"))
+        force = self._flag(own.get("force"))
+        source = own.get("source")
+        if source is None or _is_null(source):
+            raise self.refused(f"the token {token.text[:_SHOWN]!r} needs a source", node)
+        kind = self._kind(source)
+        if kind is None:
+            return TokenSource(token, self._model_name(source), None, force)
+        known = ("kind",) if kind == _ZERO else ("kind", "model", "token", "token_id")
+        fields = self.fields(source, f"a source of kind {kind}", known)
+        if kind == _ZERO:
+            return TokenSource(token, None, None, force)
+        other = [fields[name] for name in ("token", "token_id") if name in fields]
+        given = [one.value for one in other if isinstance(one, Scalar) and one.value is not None]
+        if "model" not in fields or len(given) != 1 or not isinstance(given[0], str | int):
+            raise self.refused("a model_token has a model, and a token or a token_id", source)
+        value = given[0] if _is_whole(given[0]) else str(given[0])
+        return TokenSource(token, self._model_name(fields["model"]), value, force)
+
+    def _kind(self, node: Node) -> str | None:
+        found = (
+            {key.value: value for key, value in node.entries} if isinstance(node, Entries) else {}
+        )
+        kind = found.get("kind")
+        if not isinstance(kind, Scalar):
+            return None
+        if kind.value not in (_ZERO, _ANOTHER):
+            raise self.refused(f"a kind of source is {_ZERO} or {_ANOTHER}", kind)
+        return str(kind.value)
+
+    def _flag(self, node: Node | None) -> bool:
+        if node is None or _is_null(node):
+            return False
+        if isinstance(node, Scalar) and isinstance(node.value, bool):
+            return node.value
+        raise self.refused("force is true or false", node)
 
 
 def _is_null(node: Node) -> bool:

@@ -1,9 +1,9 @@
 """The merged checkpoint's files: those of the base, with another dtype if that was requested.
 
 Determines the output's files before any element is computed: which tensors are merged, converted or
-the base's own, and the bytes of headers, shard indexes and the config.  Of a stack, a tensor of a
-name that the base has stands where the base's stood; a new one follows the tensors of the file that
-has its source's name in the base, else of the last file.
+the base's own, and the bytes of headers, shard indexes and the config.  Of an assembly, a tensor of
+a name that the base has stands where the base's stood; a new one follows the tensors of the file
+that has its source's name in the base, else of the last file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Policy
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.models import name_in_model
-from mstore.checkpoint.strict_json import json_bytes, json_object
+from mstore.checkpoint.strict_json import json_bytes, json_object, with_entries
 from mstore.merge.planning.tensors import left_to_base, own_head_of
 from mstore.merge.planning.validate import is_base
 from mstore.merge.running.model_card import ModelCard
@@ -23,7 +23,7 @@ from mstore.models.adapters.inputs import Inputs, files_merged_into
 from mstore.models.made import Slot, assembled, slots_of, texts_of, with_dtype
 from mstore.numeric.codes import CASTS, CODES
 from mstore.store.catalog import Catalog
-from mstore.store.models import config_of, models_in
+from mstore.store.models import models_in
 from mstore.store.objects.canonical import Record
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.objects.plan import Plan, PlanTensor
@@ -47,8 +47,10 @@ class OutputFiles:
         whole = catalog.manifest(tasks.plan.base_id())
         self._models = models_in(catalog, whole)
         self.base: Manifest = files_merged_into(catalog, tasks.plan)
-        self._stack = (
-            Stack(catalog, tasks.plan, tasks.inputs, self.base) if tasks.plan.layers else None
+        self._assembly = (
+            Assembly(catalog, tasks.plan, tasks.inputs, self.base)
+            if tasks.plan.is_assembly
+            else None
         )
         own_head = own_head_of(catalog, tasks.plan, tasks.inputs, tasks.first)
         self._has_own_head = own_head is not None
@@ -79,7 +81,7 @@ class OutputFiles:
 
     def file(self, file: File) -> File:
         """Return a file of the base with the output's tensors, before they are merged."""
-        return file if self._stack is None else self._stack.file(file)
+        return file if self._assembly is None else self._assembly.file(file)
 
     def added(self, file: File) -> Sequence[Slot]:
         """Return the tensors that follow those of the base in a file, as they are called."""
@@ -87,7 +89,7 @@ class OutputFiles:
 
     def planned_name(self, file: File, part: Part) -> str | None:
         """Return the name under which a part's tensor is merged; None if it is the base's own."""
-        if self._stack is not None:
+        if self._assembly is not None:
             return None
         name = self._models.name(file.path, part)
         return None if name is None else self._tasks.planned_name(name)
@@ -175,8 +177,8 @@ class OutputFiles:
 
     def _changes(self, file: File) -> bool:
         """Return whether a file of weights has tensors that are not the base's."""
-        if self._stack is not None:
-            return self._stack.file(file).parts != file.parts
+        if self._assembly is not None:
+            return self._assembly.file(file).parts != file.parts
         return bool(self.added(file)) or any(
             self.planned_name(file, part) is not None or self._is_retyped(file, part)
             for part in file.tensors()
@@ -184,8 +186,8 @@ class OutputFiles:
 
     def _slots(self, file: File) -> Sequence[Slot] | None:
         """Return the tensors of a file in the output; None if their entries stay."""
-        if self._stack is not None:
-            return slots_of(self._catalog, self._stack.file(file).tensors())
+        if self._assembly is not None:
+            return slots_of(self._catalog, self._assembly.file(file).tensors())
         added = self.added(file)
         if not added and not any(self._is_retyped(file, part) for part in file.tensors()):
             return None
@@ -198,8 +200,9 @@ class OutputFiles:
 
     def _config(self, file: File) -> bytes | None:
         changed: bytes | None = None
-        if self._stack is not None:
-            changed = self._stack.config(file)
+        if self._tasks.plan.config:
+            fields = json_object(self._catalog.read_parts(file.parts))
+            changed = json_bytes(with_entries(fields, self._tasks.plan.config))
         elif self._dtype is not None and self._retypes:
             fields = json_object(self._catalog.read_parts(file.parts))
             new = with_dtype(fields, CASTS[self._dtype], known=[CASTS[one] for one in CODES])
@@ -230,12 +233,10 @@ def is_safetensors(file: File) -> bool:
     return file.form == SAFETENSORS
 
 
-class Stack:
-    """The files of one plan with layers.  Reads configs, no weights."""
+class Assembly:
+    """The files of one plan that takes tensors as they are.  Reads no weights."""
 
     def __init__(self, catalog: Catalog, plan: Plan, inputs: Inputs, base: Manifest) -> None:
-        self._catalog = catalog
-        self._plan = plan
         ids = [inputs.members[one.member][one.source] for one in plan.taken]
         records = inputs.records(ids)
         taken = {
@@ -266,18 +267,8 @@ class Stack:
             )
 
     def file(self, file: File) -> File:
-        """Return a file of the base with the tensors that it has in the stack, below its header."""
+        """Return a file of the base with its tensors in the output, below its header."""
         return self._files.get(file.path, file)
-
-    def config(self, file: File) -> bytes | None:
-        """Return the config for these layers, in place of the base's; None if it stays."""
-        from mstore.merge.planning.stack import stacked_config
-
-        fields = json_object(self._catalog.read_parts(file.parts))
-        experts = [one.manifest_id() for one in self._plan.experts]
-        others = [config_of(self._catalog, self._catalog.manifest(one)) for one in experts]
-        changed = stacked_config([fields, *others], self._plan.layers).fields
-        return None if changed == fields else json_bytes(changed)
 
 
 class Records:

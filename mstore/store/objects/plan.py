@@ -273,10 +273,14 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
     the base lacks is left out. tensors: those that are merged, in the order of the base; all others
     are the base's own, and `copied` lists the notable ones with the reason.
     error_bound, error_estimate: relative to the norm of the base's floating-point tensors.
-    layers: of a stack: where each layer of the output is from, as (member, layer). taken: its
-    tensors that are not the base's of their name, sorted by name. dropped: tensors of the base that
-    it does not have, sorted. without: models of the base that the output does not have, because an
-    expert lacks this form of its weights.
+    without: models of the base that the output does not have, because an expert lacks this form of
+    its weights.
+
+    An assembly merges nothing: its tensors are those of its inputs as they are. taken: those that
+    are not the base's of their name, sorted by name. dropped: tensors of the base that it does not
+    have, sorted. config: entries of config.json in place of the base's, a JSON object; null for one
+    that is gone; empty for none. layers: of a stack: where each layer of the output is from, as
+    (member, layer), for people.
     """
 
     kind: ClassVar[Kind] = Kind.PLAN
@@ -300,6 +304,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
     taken: tuple[Taken, ...] = ()
     dropped: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    config: str = ""
 
     def id(self) -> PlanId:
         return PlanId.of(self.encode())
@@ -333,6 +338,11 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
     def model(self) -> str | None:
         """The model of the base that is merged, None for all."""
         return self.inputs[0].model
+
+    @property
+    def is_assembly(self) -> bool:
+        """Whether tensors are taken as they are, and none is merged."""
+        return bool(self.layers or self.taken or self.dropped or self.config)
 
     def operation_of(self, tensor: PlanTensor) -> PlanOperation:
         """Return the operation of one of its tensors."""
@@ -373,7 +383,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
         for tensor in self.tensors:
             experts = len(self.inputs) - 1
             yield tensor.problem(experts, len(self.experts), len(self.operations), limits)
-        yield from self._problems_of_stack(limits)
+        yield from self._problems_of_assembly(limits)
 
     def _problem_of_inputs(self, limits: RecordLimits) -> str | None:
         roles = [one.role for one in self.inputs]
@@ -396,14 +406,19 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
         )
         return too_many("experts", len(self.inputs) - 1, limits.experts) or named
 
-    def _problems_of_stack(self, limits: RecordLimits) -> Iterator[str | None]:
+    def _problems_of_assembly(self, limits: RecordLimits) -> Iterator[str | None]:
         members = len(self.inputs)
         yield too_many("layers", len(self.layers), limits.tensors)
         yield too_many("tensors", len(self.taken) + len(self.dropped), limits.tensors)
-        if (self.taken or self.dropped) and not self.layers:
-            yield "tensors that are taken, and no layers"
-        if self.layers and (self.tensors or len(self.operations) > 1):
-            yield "layers, and tensors that are merged"
+        yield too_long("a config", self.config, limits.text_bytes)
+        if self.config:
+            # Late: few plans have one.
+            from mstore.checkpoint.strict_json import json_object
+
+            if not json_object(self.config.encode()):
+                yield "a config that is no object, or an empty one"
+        if self.is_assembly and (self.tensors or len(self.operations) > 1):
+            yield "tensors that are taken, and tensors that are merged"
         names = [one.name for one in self.taken]
         for listed in (names, list(self.dropped)):
             if not _is_sorted(listed):

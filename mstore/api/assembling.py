@@ -1,0 +1,121 @@
+"""Calls that make a model of tensors of others as they are: mixtures of experts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from mstore.api.merging import Merging
+from mstore.store import contents
+from mstore.store import layout as layouts
+
+if TYPE_CHECKING:
+    from mstore.blocks.schema import PlanInputs
+    from mstore.merge.planning.recipes import PreparedModel
+    from mstore.merge.planning.report import PlanReport
+    from mstore.store.models import Input
+    from mstore.store.objects.plan import Plan
+    from mstore.terms.ids import Revision
+    from mstore.terms.report import ProgressCallback
+
+
+class Assembling(Merging):
+    """Calls about mixtures of experts."""
+
+    def prepare_moe(
+        self,
+        text: str,
+        *,
+        where: str = "the recipe",
+        models: Mapping[str, str] | None = None,
+        threads: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> tuple[PreparedModel, ...]:
+        """Make the models that must exist before a mixture can be planned.  Most need none.
+
+        Arguments as for `plan_moe`, which then finds them: experts with an adapter (MODEL+ADAPTER),
+        and experts with a `residual_scale`, each by a merge of its own on a branch below
+        `prepared/`.
+
+        Raises what `plan_moe`, `plan` and `merge` raise.
+        """
+        from mstore.merge.moe.mixture import needed
+        from mstore.merge.moe.recipe import parse_moe
+
+        layouts.require_writable(self._catalog.layout)
+        found = needed(parse_moe(text, where), self._finds(models or {}))
+        return self._prepared(found, allow_nonfinite=False, threads=threads, progress=progress)
+
+    def plan_moe(
+        self,
+        text: str,
+        *,
+        where: str = "the recipe",
+        models: Mapping[str, str] | None = None,
+        routers: Revision | None = None,
+        seed: int = 0,
+    ) -> PlanReport:
+        """Plan a mixture of experts (MoE) of dense models; `merge` makes it.
+
+        text: a recipe of mergekit-moe (YAML). Experts' MLPs are taken as they are, so the new bytes
+        are those of the routers; attention, norms and embeddings are the base's. The result has a
+        tensor for each expert, as published models have.
+        where: the name of its file, for errors. models: revisions by the recipe's names of models;
+        other names are revisions themselves.
+        routers: a checkpoint with `layers.N.router` (experts x hidden) for each layer, which
+        `examples/routers.py` computes from the recipe's prompts; None for gate_mode `random` and
+        `uniform_random`, which are drawn from `seed`.
+
+        Raises BadRequest for what is no recipe, NotFound for an unknown model, or one that
+        `prepare_moe` must make first, Incompatible for models that do not fit, StorageFailed.
+        """
+        from mstore.merge.moe.mixture import planned
+        from mstore.merge.moe.recipe import parse_moe
+
+        began = time.monotonic()
+        layouts.require_writable(self._catalog.layout)
+        recipe = parse_moe(text, where)
+        find = self._finds(models or {})
+        given = None if routers is None else self._input(routers)
+        with contents.held(self._catalog, [find(one.text).snapshot for one in recipe.named()]):
+            plan, sources = planned(self._catalog, recipe, text, find, given, seed)
+            return self._told(plan, sources, began)
+
+    def experts_of(self, mixture: Revision) -> int:
+        """Return how many experts a mixture has.  Raises NotFound, Incompatible for no mixture."""
+        from mstore.merge.moe.assemble import Member, experts_in
+
+        found = self._input(mixture)
+        content = self._catalog.snapshot(found.snapshot).manifest_id()
+        return experts_in(self._catalog, Member(found.name, content))[1]
+
+    def plan_dense(self, mixture: Revision, expert: int) -> PlanReport:
+        """Plan a dense model of one expert of a mixture; `merge` makes it, of the same blocks.
+
+        Raises NotFound, Incompatible for what is no mixture with a tensor for each expert,
+        BadRequest for an expert that it does not have, StorageFailed.
+        """
+        from mstore.blocks.schema import NamedSnapshot, PlanInputs
+        from mstore.merge.moe.assemble import Member, dense_plan
+
+        began = time.monotonic()
+        layouts.require_writable(self._catalog.layout)
+        found = self._input(mixture)
+        with contents.held(self._catalog, [found.snapshot]):
+            content = self._catalog.snapshot(found.snapshot).manifest_id()
+            plan = dense_plan(self._catalog, Member(found.name, content), expert)
+            sources = PlanInputs(NamedSnapshot(found.snapshot, found.name), ())
+            return self._told(plan, sources, began)
+
+    def _finds(self, models: Mapping[str, str]) -> Callable[[str], Input]:
+        return lambda name: self._input(models.get(name, name))
+
+    def _told(self, plan: Plan, sources: PlanInputs, began: float) -> PlanReport:
+        from mstore.merge.planning.costs import Costs
+        from mstore.merge.planning.report import plan_report
+        from mstore.store.plans import store_plan
+
+        id = store_plan(self._catalog, plan, sources)
+        seconds = time.monotonic() - began
+        return plan_report(plan, id, sources, Costs(0, 0), seconds=seconds)

@@ -1,0 +1,296 @@
+"""Plans of mixtures of experts: every tensor is one of the models' own, or of their routers.
+
+Attention, norms, embeddings and head are the base's.  The MLPs of each expert get another name, so
+they take no new bytes.  Routers, and biases of zeros where a mixture has some that dense models
+lack, are a small checkpoint of its own (`routers`), a companion in the role `routers`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from mstore.checkpoint.strict_json import entries_between
+from mstore.merge.moe.architectures import BIASES, PARTS, Architecture, mixture_of
+from mstore.models.adapters.inputs import Inputs
+from mstore.store.catalog import Catalog
+from mstore.store.models import whole_config_of
+from mstore.store.objects.plan import BASE, EXPERT, Criteria, Plan, PlanInput, PlanOperation, Taken
+from mstore.store.objects.tensor import AppliedTensor
+from mstore.terms.errors import BadRequest, Incompatible
+from mstore.terms.ids import ManifestId
+from mstore.terms.phrases import few
+
+ROUTERS: Final = "routers"
+"""The role of the checkpoint with what no model has."""
+
+_IN_LAYER: Final = re.compile(r"(?P<at>(?:.*\.)?layers\.(?P<number>\d+))\.(?P<rest>.+)")
+_WEIGHT: Final = ".weight"
+_MLP: Final = "mlp."
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A model of a mixture: what errors call it, and its content."""
+
+    name: str
+    manifest: ManifestId
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """A layer of a dense model: how the names of its tensors begin, and how they go on."""
+
+    number: int
+    at: str
+    rests: frozenset[str]
+
+
+def layers_of(names: Sequence[str]) -> list[Layer]:
+    """Return the layers by their numbers."""
+    found: dict[int, tuple[str, set[str]]] = {}
+    for name in names:
+        match = _IN_LAYER.fullmatch(name)
+        if match is not None:
+            found.setdefault(int(match["number"]), (match["at"], set()))[1].add(match["rest"])
+    return [Layer(number, at, frozenset(rests)) for number, (at, rests) in sorted(found.items())]
+
+
+def router_name(layer: int) -> str:
+    """Return the name of a layer's router in the checkpoint of routers: [experts, hidden]."""
+    return f"layers.{layer}.router"
+
+
+def shared_router_name(layer: int) -> str:
+    """Return the name of what scales the shared expert of a layer: [1, hidden]."""
+    return f"layers.{layer}.shared_router"
+
+
+def bias_name(layer: int, projection: str) -> str:
+    """Return the name of a bias of zeros."""
+    return f"layers.{layer}.{projection}.bias"
+
+
+def moe_plan(
+    catalog: Catalog,
+    kind: Architecture,
+    base: Member,
+    experts: Sequence[Member],
+    shared: Sequence[Member],
+    routers: ManifestId,
+    *,
+    per_token: int,
+) -> Plan:
+    """Return the plan of a mixture.
+
+    Raises Incompatible for models that do not fit, NotFound, Corrupt, StorageFailed.
+    """
+    members = [*experts, *shared]
+    inputs = Inputs(
+        catalog,
+        base.manifest,
+        [*(one.manifest for one in members), routers],
+        [base.name, *(one.name for one in members), ROUTERS],
+        companions=[ROUTERS],
+    )
+    ours = inputs.base
+    layers = layers_of(list(ours))
+    if not layers:
+        raise Incompatible("has no layers", where=base.name)
+    taken: list[Taken] = []
+    dropped: list[str] = []
+    for layer in layers:
+        _require_dense(layer, kind, base)
+        dropped += [f"{layer.at}.{_MLP}{part}{_WEIGHT}" for part in PARTS]
+        taken += _of_experts(layer, kind, len(experts), len(shared))
+        taken += _of_routers(layer, kind, 1 + len(members), has_shared=bool(shared))
+    _require_alike(inputs, [base, *members], taken)
+    left = [_left_out(inputs, number, member) for number, member in enumerate(members, start=1)]
+    config = whole_config_of(catalog, catalog.manifest(base.manifest))
+    fields = kind.config(config, len(experts), per_token)
+    return _assembly(
+        catalog,
+        (
+            PlanInput(BASE, None, base.manifest),
+            *(PlanInput(EXPERT, None, one.manifest) for one in members),
+            PlanInput(ROUTERS, None, routers),
+        ),
+        taken,
+        dropped,
+        entries_between(config, fields),
+        tuple(one for one in left if one is not None),
+    )
+
+
+def _of_experts(layer: Layer, kind: Architecture, experts: int, shared: int) -> Iterator[Taken]:
+    for part in PARTS:
+        source = f"{layer.at}.{_MLP}{part}{_WEIGHT}"
+        for number in range(experts):
+            name = f"{layer.at}.{kind.expert_part(number, part)}{_WEIGHT}"
+            yield Taken(name, 1 + number, source)
+        if shared:
+            yield Taken(f"{layer.at}.{kind.shared}.{part}{_WEIGHT}", 1 + experts, source)
+
+
+def _of_routers(
+    layer: Layer, kind: Architecture, member: int, *, has_shared: bool
+) -> Iterator[Taken]:
+    yield Taken(f"{layer.at}.{kind.router}", member, router_name(layer.number))
+    if has_shared:
+        yield Taken(f"{layer.at}.{kind.shared_router}", member, shared_router_name(layer.number))
+    for projection in lacking_biases(layer, kind):
+        name = f"{layer.at}.self_attn.{projection}.bias"
+        yield Taken(name, member, bias_name(layer.number, projection))
+
+
+def lacking_biases(layer: Layer, kind: Architecture) -> list[str]:
+    """Return the projections whose biases a mixture has and this dense layer lacks."""
+    if not kind.has_biases:
+        return []
+    return [one for one in BIASES if f"self_attn.{one}.bias" not in layer.rests]
+
+
+def _require_dense(layer: Layer, kind: Architecture, base: Member) -> None:
+    """Raise Incompatible unless a layer has what a mixture has, and nothing else."""
+    mlp = {f"{_MLP}{part}{_WEIGHT}" for part in PARTS}
+    lacks = mlp - layer.rests
+    if lacks:
+        raise Incompatible(
+            f"layer {layer.number} has no {few(sorted(lacks))}: its MLP is none of a dense model",
+            where=base.name,
+        )
+    allowed = {f"self_attn.{one}.bias" for one in BIASES} if kind.has_biases else set()
+    more = {
+        one for one in layer.rests - mlp - allowed if one.startswith(_MLP) or one.endswith(".bias")
+    }
+    if more:
+        raise Incompatible(
+            f"layer {layer.number} has {few(sorted(more))}, which a {kind.name} has no place for",
+            where=base.name,
+        )
+
+
+def _require_alike(inputs: Inputs, members: Sequence[Member], taken: Sequence[Taken]) -> None:
+    """Raise Incompatible unless all MLPs have the shapes and the type of the base's."""
+    some = [one for one in taken if one.member < len(members)]
+    for one in some:
+        if one.source not in inputs.members[one.member]:
+            raise Incompatible(f"has no {one.source}", where=members[one.member].name)
+    theirs = inputs.records([inputs.members[one.member][one.source] for one in some])
+    ours = inputs.records([inputs.base[one.source] for one in some])
+    for one, own, like in zip(some, theirs, ours, strict=True):
+        where = members[one.member].name
+        if isinstance(own, AppliedTensor):
+            raise Incompatible("is an adapter: name it with its model, MODEL+ADAPTER", where=where)
+        if (own.dtype, own.shape) != (like.dtype, like.shape):
+            raise Incompatible(
+                f"{one.source} is {own.dtype} {list(own.shape)}, that of {members[0].name} "
+                f"{like.dtype} {list(like.shape)}",
+                where=where,
+            )
+
+
+def _left_out(inputs: Inputs, number: int, member: Member) -> str | None:
+    """Return which of a model's changes a mixture does not have, as a remark."""
+    theirs, ours = inputs.members[number], inputs.base
+    mlp = tuple(f".{_MLP}{part}{_WEIGHT}" for part in PARTS)
+    lost = [
+        name for name, id in theirs.items() if ours.get(name, id) != id and not name.endswith(mlp)
+    ]
+    if not lost:
+        return None
+    return (
+        f"{member.name} differs from the base in {len(lost)} tensors outside of its MLPs "
+        f"({few(lost, 3)}); the mixture has the base's"
+    )
+
+
+def _assembly(
+    catalog: Catalog,
+    inputs: tuple[PlanInput, ...],
+    taken: Sequence[Taken],
+    dropped: Sequence[str],
+    config: str,
+    remarks: tuple[str, ...] = (),
+) -> Plan:
+    experts = sum(one.role == EXPERT for one in inputs)
+    return Plan(
+        operations=(PlanOperation("passthrough", (("scale", 1.0),), (1.0,) * experts),),
+        inputs=inputs,
+        dtype=None,
+        block_size=catalog.block_size,
+        budget=None,
+        criteria=Criteria(score="norm"),
+        allow_missing=False,
+        full_expert_bytes=0,
+        planned_expert_bytes=0,
+        error_bound=0.0,
+        error_estimate=0.0,
+        tensors=(),
+        copied=(),
+        remarks=remarks,
+        taken=tuple(sorted(taken, key=lambda one: one.name)),
+        dropped=tuple(sorted(dropped)),
+        config=config,
+    )
+
+
+# -- back to dense models ------------------------------------------------------------------------
+
+
+def experts_in(catalog: Catalog, mixture: Member) -> tuple[Architecture, int]:
+    """Return what kind of mixture a model is, and how many experts it has.
+
+    Raises Incompatible for any other model.
+    """
+    config = whole_config_of(catalog, catalog.manifest(mixture.manifest))
+    kind = mixture_of(config)
+    count = config.get(kind.counts) if kind is not None else None
+    if kind is None or not isinstance(count, int) or count < 1:
+        raise Incompatible(
+            f"is no mixture of experts that can be taken apart: its config.json says "
+            f"model_type {config.get('model_type')!r}",
+            where=mixture.name,
+        )
+    return kind, count
+
+
+def dense_plan(catalog: Catalog, mixture: Member, expert: int) -> Plan:
+    """Return the plan of one expert of a mixture as a dense model.
+
+    Raises Incompatible for what is no mixture with a tensor for each expert, BadRequest for an
+    expert that it does not have.
+    """
+    kind, count = experts_in(catalog, mixture)
+    if not 0 <= expert < count:
+        raise BadRequest(f"has experts 0 to {count - 1}, not {expert}", where=mixture.name)
+    inputs = Inputs(catalog, mixture.manifest, [], [mixture.name])
+    taken: list[Taken] = []
+    dropped: list[str] = []
+    for layer in layers_of(list(inputs.base)):
+        for part in PARTS:
+            source = f"{layer.at}.{kind.expert_part(expert, part)}{_WEIGHT}"
+            if source not in inputs.base:
+                raise Incompatible(
+                    f"has no {source}: its experts lie in one tensor, and are no blocks of their "
+                    "own",
+                    where=mixture.name,
+                )
+            taken.append(Taken(f"{layer.at}.{_MLP}{part}{_WEIGHT}", 0, source))
+        inside = kind.expert.partition(".")[0] + "."
+        dropped += [f"{layer.at}.{rest}" for rest in layer.rests if rest.startswith(inside)]
+    config = whole_config_of(catalog, catalog.manifest(mixture.manifest))
+    return _assembly(
+        catalog,
+        (PlanInput(BASE, None, mixture.manifest),),
+        taken,
+        dropped,
+        entries_between(config, kind.dense_config(config)),
+    )
+
+
+def names_of_routers(names: Mapping[str, object]) -> list[int]:
+    """Return the layers that a checkpoint of routers has one for."""
+    found = (re.fullmatch(r"layers\.(\d+)\.router", name) for name in names)
+    return sorted(int(one[1]) for one in found if one is not None)

@@ -1,0 +1,175 @@
+"""The checkpoint of a mixture's routers: what no dense model has.
+
+    layers.N.router          [experts, hidden]   the weights of layer N's router
+    layers.N.shared_router   [1, hidden]         what scales its shared expert
+    layers.N.q_proj.bias     zeros, where a mixture has biases that the dense models lack
+
+`random` and `uniform_random` are drawn here, as mergekit-moe 0.1.5 means them: normal numbers of
+deviation 1, and the begin of torch.nn.Linear.  All other modes need prompts and what a model makes
+of them: `examples/routers.py` computes them with torch, and they come as a checkpoint.  Draws are
+whole numbers added up, so no bit depends on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mstore.merge.moe.architectures import Architecture
+from mstore.merge.moe.assemble import (
+    Layer,
+    bias_name,
+    lacking_biases,
+    router_name,
+    shared_router_name,
+)
+from mstore.merge.moe.recipe import GateMode
+from mstore.models.made import Publication, Slot, assembled, texts_of
+from mstore.numeric.casts import singles
+from mstore.store.catalog import Catalog
+from mstore.store.models import Input, tensors_of
+from mstore.store.objects.manifest import Manifest, Part
+from mstore.store.objects.snapshot import ADD
+from mstore.store.objects.tensor import Tensor
+from mstore.store.transaction import Transaction, branch_to_move
+from mstore.store.view import array_dtype
+from mstore.terms.errors import Incompatible
+from mstore.terms.ids import SnapshotId
+from mstore.terms.requests import PREPARED
+
+Singles = npt.NDArray[np.float32]
+
+RECIPE: Final = "mergekit_moe_config.yml"
+"""The file with the recipe, as mergekit-moe calls it."""
+
+_WEIGHTS: Final = "model.safetensors"
+_DRAWS: Final = 12
+"""A sum of so many even draws has the variance 1, and nearly the form of a normal one."""
+_MOST_CONDITION: Final = 100.0
+"""Of rows with a cosine of 0.9998: the larger one takes every token."""
+
+
+class Routers(msgspec.Struct, frozen=True):
+    """Routers of all layers: float32[experts, hidden], and [1, hidden] of the shared expert."""
+
+    weights: tuple[Singles, ...]
+    shared: tuple[Singles, ...]
+
+
+def drawn(
+    mode: GateMode, layers: int, experts: int, shared: int, hidden: int, seed: int
+) -> Routers:
+    """Return routers of random numbers, of `random` or `uniform_random`."""
+    bits = np.random.Philox(key=seed)
+
+    def draw(rows: int) -> Singles:
+        each = _DRAWS if mode == "random" else 1
+        raw = bits.random_raw(rows * hidden * each)
+        numbers = (raw >> np.uint64(32)).reshape(rows, hidden, each)
+        # Whole numbers below 2^36 are exact in float64, so each result is rounded once.
+        even = numbers.sum(axis=2, dtype=np.uint64).astype(np.float64) / 2.0**32
+        is_normal = mode == "random"
+        values = even - _DRAWS / 2 if is_normal else (2 * even - 1) * math.sqrt(1 / hidden)
+        return np.asarray(values, np.float32)
+
+    found = [(draw(experts), draw(shared)) for _ in range(layers)]
+    weights, others = zip(*found, strict=True)
+    return Routers(weights, others if shared else ())
+
+
+def given(
+    catalog: Catalog, one: Input, layers: Sequence[Layer], experts: int, shared: int, hidden: int
+) -> Routers:
+    """Return the routers of a stored checkpoint.
+
+    Raises Incompatible for another number of layers, experts or columns, and for routers that
+    cannot tell experts apart; Corrupt, StorageFailed.
+    """
+    names = tensors_of(catalog, catalog.manifest_of(one.snapshot))
+
+    def read(name: str, rows: int) -> Singles:
+        if name not in names:
+            raise Incompatible(f"has no {name}: it is no checkpoint of routers", where=one.name)
+        record = catalog.tensor(names[name])
+        if record.shape != (rows, hidden):
+            raise Incompatible(
+                f"{name} is {list(record.shape)}, and the mixture needs {[rows, hidden]}",
+                where=one.name,
+            )
+        data = catalog.read_blocks(list(record.block_ids()))
+        values = singles(data, record.dtype, rows * hidden).reshape(rows, hidden)
+        if not np.isfinite(values).all():
+            raise Incompatible(f"{name} has numbers that are not finite", where=one.name)
+        return values
+
+    weights = tuple(read(router_name(layer.number), experts) for layer in layers)
+    others = tuple(read(shared_router_name(layer.number), 1) for layer in layers) if shared else ()
+    for layer, own in zip(layers, weights, strict=True):
+        condition = float(np.linalg.cond(own.astype(np.float64)))
+        if condition > _MOST_CONDITION:
+            raise Incompatible(
+                f"the router of layer {layer.number} cannot tell its experts apart (condition "
+                f"{condition:.3g}): their prompts are too much alike",
+                where=one.name,
+                hint="take other prompts, or gate_mode: random and train the routers",
+            )
+    return Routers(weights, others)
+
+
+def stored(
+    catalog: Catalog,
+    kind: Architecture,
+    layers: Sequence[Layer],
+    routers: Routers,
+    biases: Mapping[str, int],
+    dtype: str,
+    recipe: str,
+) -> SnapshotId:
+    """Store routers as a checkpoint on a branch below `prepared/`; the same ones stay.
+
+    biases: how many elements each projection's bias of zeros has. dtype: of all tensors. recipe:
+    the text, which is kept beside them. Raises Conflict, StorageFailed.
+    """
+    arrays: dict[str, Singles] = {}
+    for number, layer in enumerate(layers):
+        arrays[router_name(layer.number)] = routers.weights[number]
+        if routers.shared:
+            arrays[shared_router_name(layer.number)] = routers.shared[number]
+        for projection in lacking_biases(layer, kind):
+            arrays[bias_name(layer.number, projection)] = np.zeros(biases[projection], np.float32)
+    with Transaction(catalog, "routers") as transaction:
+        names = sorted(arrays)
+        records = [_put(transaction, name, arrays[name], dtype) for name in names]
+        parts = [
+            Part(name, id, record.nbytes)
+            for name, record, id in zip(
+                names, records, transaction.put_records(records), strict=True
+            )
+        ]
+        slots = [Slot(name, dtype, one.shape) for name, one in zip(names, records, strict=True)]
+        texts = texts_of(catalog, Manifest(()), {_WEIGHTS: slots})
+        texts[RECIPE] = recipe.encode()
+        content = assembled((), texts, [_WEIGHTS], lambda _: parts, transaction.put_bytes)
+        branch = f"{PREPARED}routers-{content.id().hex()[:16]}"
+        publication = Publication(catalog, transaction)
+        record, _ = publication.put(
+            branch,
+            branch_to_move(catalog, branch),
+            content,
+            ADD,
+            (),
+            message="routers of a mixture of experts",
+            action="moe: routers",
+        )
+        publication.commit()
+    return record.id()
+
+
+def _put(transaction: Transaction, name: str, values: Singles, dtype: str) -> Tensor:
+    data = np.ascontiguousarray(values).astype(array_dtype(dtype))
+    return transaction.put_tensor(dtype, values.shape, [data.tobytes()], name)

@@ -1,0 +1,278 @@
+"""Mixtures of experts: exact where they must be, by hash, and back to dense models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_runs import Program
+from safetensors.numpy import save_file
+
+from mstore import Store
+from mstore.merge.moe.recipe import parse_moe
+from mstore.store.models import tensors_of
+from mstore.terms.errors import BadRequest, Incompatible, NotFound
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", SIZES),
+    "mistral": ("MistralConfig", SIZES),
+    "qwen2": ("Qwen2Config", SIZES),
+    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 16}),
+}
+MIXTURES = {"llama": "mixtral", "mistral": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
+PROMPT = [[1, 5, 9, 20, 33, 7]]
+CLOSE = 2e-6
+"""How far logits in float32 may lie apart: sums of the same numbers in another order."""
+
+
+def write(directory: Path, kind: str, seed: int, *, like: Path | None = None) -> Path:
+    """A small model; `like` another, with other MLPs."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    name, sizes = CONFIGS[kind]
+    classes = transformers.AutoModelForCausalLM
+    model = classes.from_config(getattr(transformers, name)(**sizes), dtype=torch.float32)
+    if like is not None:
+        other = classes.from_pretrained(like, dtype=torch.float32).state_dict()
+        own = model.state_dict()
+        model.load_state_dict({k: v if ".mlp." in k else other[k] for k, v in own.items()})
+    model.save_pretrained(directory)
+    return directory
+
+
+def logits(directory: Path) -> Any:
+    """What transformers computes, with no weight missing or left over."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, told = AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True, dtype=torch.float32
+    )
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not told[key], (key, told[key])
+    with torch.no_grad():
+        return model(torch.tensor(PROMPT)).logits.numpy()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """An empty store with small blocks."""
+    with Store.init(tmp_path / "store", block_size=1 << 16, codec="raw") as opened:
+        yield opened
+
+
+def tensors(store: Store, revision: str) -> Any:
+    """The ids of a snapshot's tensors by name."""
+    catalog = store._catalog
+    return tensors_of(catalog, catalog.manifest(store[revision].manifest))
+
+
+def recipe(experts: list[dict[str, Any]], **more: Any) -> str:
+    """A recipe of mergekit-moe; JSON is YAML."""
+    return json.dumps({"base_model": "base", "gate_mode": "random", "experts": experts} | more)
+
+
+def made(store: Store, text: str, name: str = "moe", **options: Any) -> Any:
+    """The mixture, merged."""
+    store.prepare_moe(text)
+    return store.merge(store.plan_moe(text, **options), name=name)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_copies_of_one_expert_are_the_dense_model(kind: str, store: Store, tmp_path: Path) -> None:
+    """Whatever the routers are, tokens go through the same MLP; only routers are new bytes."""
+    dense = write(tmp_path / "base", kind, 1)
+    store.add(dense, name="base")
+    shared = [{"source_model": "base", "residual_scale": 0.0}] if kind == "qwen2" else []
+    text = recipe([{"source_model": "base"}] * 3, **({"shared_experts": shared} if shared else {}))
+    report = made(store, text)
+    store.checkout("moe", tmp_path / "moe")
+    config = json.loads((tmp_path / "moe" / "config.json").read_text())
+    assert config["model_type"] == MIXTURES[kind]
+    np.testing.assert_allclose(logits(tmp_path / "moe"), logits(dense), rtol=0, atol=CLOSE)
+    assert report.expert_bytes_read == 0
+    assert report.blocks_total - report.blocks_reused <= 16
+    assert store.replay("moe").same
+    assert store.fsck(read_data=True).problems == ()
+
+
+def test_experts_come_back(store: Store, tmp_path: Path) -> None:
+    """A mixture taken apart gives models with the experts' tensors, block for block."""
+    base = write(tmp_path / "base", "mistral", 1)
+    code = write(tmp_path / "code", "mistral", 2, like=base)
+    for one in (base, code):
+        store.add(one, name=one.name)
+    made(store, recipe([{"source_model": "base"}, {"source_model": "code"}]))
+    assert store.experts_of("moe") == 2
+    for number, name in enumerate(("base", "code")):
+        report = store.merge(store.plan_dense("moe", number), name=f"back/{number}")
+        assert report.bytes_written < 30_000
+        assert tensors(store, f"back/{number}") == tensors(store, name)
+        store.checkout(f"back/{number}", tmp_path / f"back{number}")
+        ours, theirs = (logits(tmp_path / one) for one in (f"back{number}", name))
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=CLOSE)
+    with pytest.raises(BadRequest, match="experts 0 to 1, not 2"):
+        store.plan_dense("moe", 2)
+    with pytest.raises(Incompatible, match="no mixture"):
+        store.experts_of("base")
+
+
+def test_routers_that_are_given_are_taken(store: Store, tmp_path: Path) -> None:
+    """Modes with prompts take a checkpoint of routers: the mixture has its numbers."""
+    base = write(tmp_path / "base", "llama", 1)
+    store.add(base, name="base")
+    store.add(write(tmp_path / "code", "llama", 2, like=base), name="code")
+    draw = np.random.default_rng(5)
+    given = {f"layers.{n}.router": draw.standard_normal((2, 64), np.float32) for n in range(2)}
+    (tmp_path / "routers").mkdir()
+    save_file(given, tmp_path / "routers" / "model.safetensors")
+    store.add(tmp_path / "routers", name="routers")
+    experts = [
+        {"source_model": "base", "positive_prompts": ["a story"]},
+        {"source_model": "code", "positive_prompts": ["def f():"]},
+    ]
+    text = recipe(experts, gate_mode="hidden", experts_per_token=1)
+    with pytest.raises(BadRequest, match="makes routers of what a model makes of the prompts"):
+        store.plan_moe(text)
+    made(store, text, routers="routers")
+    for number in range(2):
+        found = store["moe"].tensor(f"model.layers.{number}.block_sparse_moe.gate.weight")
+        assert (found == given[f"layers.{number}.router"]).all()
+    alike = {name: np.ones_like(one) for name, one in given.items()}
+    save_file(alike, tmp_path / "routers" / "model.safetensors")
+    store.add(tmp_path / "routers", name="alike")
+    with pytest.raises(Incompatible, match="cannot tell its experts apart"):
+        store.plan_moe(text, routers="alike")
+
+
+def test_an_adapter_of_mlps_is_an_expert(store: Store, tmp_path: Path) -> None:
+    """MODEL+ADAPTER is the model with the adapter applied, which is made first; nothing is lost."""
+    store.add(write(tmp_path / "base", "llama", 1), name="base")
+    draw = np.random.default_rng(3)
+    at = "base_model.model.model.layers.1.mlp.gate_proj"
+    left, right = (
+        draw.standard_normal((96, 4), np.float32),
+        draw.standard_normal((4, 64), np.float32),
+    )
+    (tmp_path / "lora").mkdir()
+    save_file(
+        {f"{at}.lora_A.weight": right, f"{at}.lora_B.weight": left},
+        tmp_path / "lora" / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["gate_proj"]}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    store.add(tmp_path / "lora", name="lora")
+    text = recipe([{"source_model": "base"}, {"source_model": "base+lora"}])
+    with pytest.raises(NotFound, match="is not made yet"):
+        store.plan_moe(text)
+    assert made(store, text).remarks == ()
+    gates = [
+        store["moe"].tensor(f"model.layers.1.block_sparse_moe.experts.{number}.w1.weight")
+        for number in range(2)
+    ]
+    np.testing.assert_allclose(gates[1] - gates[0], left @ right, rtol=0, atol=1e-5)
+
+
+def test_what_is_lost_is_told(store: Store, tmp_path: Path) -> None:
+    """An expert that changed attention, too, is named with the tensors that stay the base's."""
+    store.add(write(tmp_path / "base", "llama", 1), name="base")
+    store.add(write(tmp_path / "other", "llama", 2), name="other")
+    plan = store.plan_moe(recipe([{"source_model": "base"}, {"source_model": "other"}]))
+    assert any("other differs from the base in" in one for one in plan.remarks)
+
+
+def test_draws_are_the_same_again(store: Store, tmp_path: Path) -> None:
+    """The same seed gives the same mixture, another one another."""
+    store.add(write(tmp_path / "base", "qwen3", 1), name="base")
+    text = recipe([{"source_model": "base"}] * 2)
+    plans = [store.plan_moe(text, seed=seed).plan for seed in (0, 0, 1)]
+    assert plans[0] == plans[1] != plans[2]
+    uniform = recipe([{"source_model": "base"}] * 2, gate_mode="uniform_random")
+    made(store, uniform)
+    weights = store["moe"].tensor("model.layers.1.mlp.gate.weight")
+    assert 0.08 < np.abs(weights).max() <= 1 / 8
+
+
+EXPERTS = [{"source_model": "base"}, {"source_model": "code"}]
+WRONG = {
+    "a key that is none": (recipe(EXPERTS, gate_mdoe="random"), "no key 'gate_mdoe'"),
+    "a mode that is none": (recipe(EXPERTS, gate_mode="rnd"), "no gate_mode is called 'rnd'"),
+    "prompts that lack": (recipe(EXPERTS, gate_mode="hidden"), "has no positive_prompts"),
+    "equal prompts": (
+        recipe([one | {"positive_prompts": ["a"]} for one in EXPERTS], gate_mode="hidden"),
+        "all experts have the same prompts",
+    ),
+    "too few experts": (recipe(EXPERTS[:1]), "each token goes to 2 experts, and there are 1"),
+    "no base": (json.dumps({"experts": EXPERTS}), "needs its base_model"),
+    "a prompt that is none": (
+        recipe([{"source_model": "a", "positive_prompts": [1]}]),
+        "list of texts",
+    ),
+    "a scale that is none": (recipe([{"source_model": "a", "residual_scale": "x"}]), "is a number"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_recipe_that_is_wrong_is_refused_by_line(case: str) -> None:
+    """The error says what is wrong, and in which line."""
+    text, what = WRONG[case]
+    with pytest.raises(BadRequest, match=what) as refused:
+        parse_moe(text, "moe.yml")
+    assert str(refused.value.where).startswith("moe.yml")
+
+
+def test_models_that_do_not_fit_are_refused(store: Store, tmp_path: Path) -> None:
+    """Other shapes, other types, a shared expert too many or too few, a model that is not there."""
+    base = write(tmp_path / "base", "llama", 1)
+    store.add(base, name="base")
+    store.add(write(tmp_path / "qwen", "qwen3", 2), name="qwen")
+    cases: list[tuple[str, type[Exception], str]] = [
+        (recipe([{"source_model": "base"}, {"source_model": "qwen"}]), Incompatible, "of one type"),
+        (recipe([{"source_model": "base"}, {"source_model": "none"}]), NotFound, "none"),
+        (recipe(EXPERTS[:1] * 2, architecture="qwen"), BadRequest, "exactly one shared expert"),
+        (recipe(EXPERTS[:1] * 2, architecture="deepseek"), BadRequest, "are not made"),
+        (recipe(EXPERTS[:1] * 2, architecture="xyz"), BadRequest, "no architecture of mixtures"),
+        (recipe(EXPERTS[:1] * 2, dtype="bfloat16"), BadRequest, "the recipe asks for bfloat16"),
+        (recipe([{"source_model": "base", "noise_scale": 0.1}] * 2), BadRequest, "noise_scale"),
+    ]
+    for text, error, what in cases:
+        with pytest.raises(error, match=what):
+            store.plan_moe(text)
+
+
+def test_from_the_command_line(store: Store, tmp_path: Path) -> None:
+    """`moe --recipe` adds directories and makes the mixture, `--unpack` its experts."""
+    base = write(tmp_path / "base", "llama", 1)
+    write(tmp_path / "code", "llama", 2, like=base)
+    (tmp_path / "moe.yml").write_text(recipe(EXPERTS))
+    mstore = Program(store.path)
+    shown = mstore.succeed("moe", "--recipe", str(tmp_path / "moe.yml"), "--name", "m")
+    assert "m" in shown.out
+    names = mstore.succeed("moe", "--unpack", "m", "--name", "back", "--json").document
+    assert [one["name"] for one in names["made"]] == ["back/0", "back/1"]
+    assert "log" not in mstore.succeed("log", "m").err
+    for command in (
+        ("explain", "m"),
+        ("show", "m"),
+        ("report", "m", "-o", str(tmp_path / "r.html")),
+    ):
+        mstore.succeed(*command)
+    wrong = mstore("moe", "--name", "x")
+    assert (wrong.status, "--recipe FILE, or --unpack" in wrong.err) == (2, True)
