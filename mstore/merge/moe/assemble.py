@@ -8,17 +8,18 @@ lack, are a small checkpoint of its own (`routers`), a companion in the role `ro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
 
 from mstore.checkpoint.strict_json import entries_between
 from mstore.merge.moe.architectures import BIASES, PARTS, Architecture, mixture_of
+from mstore.merge.planning.stack import assembly
 from mstore.models.adapters.inputs import Inputs
 from mstore.store.catalog import Catalog
 from mstore.store.models import whole_config_of
-from mstore.store.objects.plan import BASE, EXPERT, Criteria, Plan, PlanInput, PlanOperation, Taken
+from mstore.store.objects.plan import BASE, EXPERT, Plan, PlanInput, PlanOperation, Taken
 from mstore.store.objects.tensor import AppliedTensor
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import ManifestId
@@ -28,6 +29,7 @@ ROUTERS: Final = "routers"
 """The role of the checkpoint with what no model has."""
 
 _IN_LAYER: Final = re.compile(r"(?P<at>(?:.*\.)?layers\.(?P<number>\d+))\.(?P<rest>.+)")
+_AS_IT_IS: Final = ("passthrough", (("scale", 1.0),))
 _WEIGHT: Final = ".weight"
 _MLP: Final = "mlp."
 
@@ -109,8 +111,9 @@ def moe_plan(
     left = [_left_out(inputs, number, member) for number, member in enumerate(members, start=1)]
     config = whole_config_of(catalog, catalog.manifest(base.manifest))
     fields = kind.config(config, len(experts), per_token)
-    return _assembly(
+    return assembly(
         catalog,
+        PlanOperation(*_AS_IT_IS, (1.0,) * len(members)),
         (
             PlanInput(BASE, None, base.manifest),
             *(PlanInput(EXPERT, None, one.manifest) for one in members),
@@ -118,8 +121,8 @@ def moe_plan(
         ),
         taken,
         dropped,
-        entries_between(config, fields),
-        tuple(one for one in left if one is not None),
+        config=entries_between(config, fields),
+        remarks=tuple(one for one in left if one is not None),
     )
 
 
@@ -206,36 +209,6 @@ def _left_out(inputs: Inputs, number: int, member: Member) -> str | None:
     )
 
 
-def _assembly(
-    catalog: Catalog,
-    inputs: tuple[PlanInput, ...],
-    taken: Sequence[Taken],
-    dropped: Sequence[str],
-    config: str,
-    remarks: tuple[str, ...] = (),
-) -> Plan:
-    experts = sum(one.role == EXPERT for one in inputs)
-    return Plan(
-        operations=(PlanOperation("passthrough", (("scale", 1.0),), (1.0,) * experts),),
-        inputs=inputs,
-        dtype=None,
-        block_size=catalog.block_size,
-        budget=None,
-        criteria=Criteria(score="norm"),
-        allow_missing=False,
-        full_expert_bytes=0,
-        planned_expert_bytes=0,
-        error_bound=0.0,
-        error_estimate=0.0,
-        tensors=(),
-        copied=(),
-        remarks=remarks,
-        taken=tuple(sorted(taken, key=lambda one: one.name)),
-        dropped=tuple(sorted(dropped)),
-        config=config,
-    )
-
-
 # -- back to dense models ------------------------------------------------------------------------
 
 
@@ -281,16 +254,11 @@ def dense_plan(catalog: Catalog, mixture: Member, expert: int) -> Plan:
         inside = kind.expert.partition(".")[0] + "."
         dropped += [f"{layer.at}.{rest}" for rest in layer.rests if rest.startswith(inside)]
     config = whole_config_of(catalog, catalog.manifest(mixture.manifest))
-    return _assembly(
+    return assembly(
         catalog,
+        PlanOperation(*_AS_IT_IS, ()),
         (PlanInput(BASE, None, mixture.manifest),),
         taken,
         dropped,
-        entries_between(config, kind.dense_config(config)),
+        config=entries_between(config, kind.dense_config(config)),
     )
-
-
-def names_of_routers(names: Mapping[str, object]) -> list[int]:
-    """Return the layers that a checkpoint of routers has one for."""
-    found = (re.fullmatch(r"layers\.(\d+)\.router", name) for name in names)
-    return sorted(int(one[1]) for one in found if one is not None)

@@ -19,7 +19,7 @@ Few merges are stacks: the others do not import this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ from mstore.merge.recipes.layers import COUNTS, TEXT_CONFIGS, ModelLayers, layer
 from mstore.models.adapters.inputs import Inputs
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, whole_config_of
-from mstore.store.objects.plan import Criteria, Plan, PlanOperation, Taken
+from mstore.store.objects.plan import Criteria, Plan, PlanInput, PlanOperation, Score, Taken
 from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import ManifestId, TensorId
@@ -100,19 +100,42 @@ def stacked(catalog: Catalog, request: Request) -> Plan:
         for name, (number, source) in found.items()
         if members[number].tensors[source] != own.get(name)
     }
-    return Plan(
-        operations=(
-            PlanOperation(
-                request.operation.method.name,
-                tuple(sorted(request.operation.parameters.items())),
-                (1.0,) * len(request.experts),
-            ),
+    return assembly(
+        catalog,
+        PlanOperation(
+            request.operation.method.name,
+            tuple(sorted(request.operation.parameters.items())),
+            (1.0,) * len(request.experts),
         ),
-        inputs=request.inputs(manifests[0], manifests[1:]),
+        request.inputs(manifests[0], manifests[1:]),
+        [Taken(name, *source) for name, source in taken.items()],
+        own.keys() - found.keys(),
+        config=entries_between(configs[0], stacked_config(configs, layers).fields),
+        layers=layers,
+        score=request.score,
+    )
+
+
+def assembly(
+    catalog: Catalog,
+    operation: PlanOperation,
+    inputs: tuple[PlanInput, ...],
+    taken: Iterable[Taken],
+    dropped: Iterable[str],
+    *,
+    config: str,
+    layers: Sequence[tuple[int, int]] = (),
+    score: Score = "norm",
+    remarks: tuple[str, ...] = (),
+) -> Plan:
+    """Return a plan that takes tensors as they are, and reads nothing of any."""
+    return Plan(
+        operations=(operation,),
+        inputs=inputs,
         dtype=None,
         block_size=catalog.block_size,
         budget=None,
-        criteria=Criteria(score=request.score),
+        criteria=Criteria(score=score),
         allow_missing=False,
         full_expert_bytes=0,
         planned_expert_bytes=0,
@@ -120,11 +143,11 @@ def stacked(catalog: Catalog, request: Request) -> Plan:
         error_estimate=0.0,
         tensors=(),
         copied=(),
-        remarks=(),
+        remarks=remarks,
         layers=tuple(layers),
-        taken=tuple(Taken(name, *taken[name]) for name in sorted(taken)),
-        dropped=tuple(sorted(own.keys() - found.keys())),
-        config=entries_between(configs[0], stacked_config(configs, layers).fields),
+        taken=tuple(sorted(taken, key=lambda one: one.name)),
+        dropped=tuple(sorted(dropped)),
+        config=config,
     )
 
 
