@@ -82,6 +82,17 @@ def _adapters(found: Told) -> Iterator[Row]:
         yield _faster(work, "PEFT", found[key]["peft"]["wall"], ours)
 
 
+def _moe(found: Told) -> Iterator[Row]:
+    theirs, ours = (found[name]["wall"] for name in ("mergekit", "mstore"))
+    yield (
+        f"make a mixture of {found['experts']} experts of {found['millions']:.0f} M parameters",
+        "mergekit-moe",
+        f"{theirs:.1f} s, {found['mergekit_bytes'] / 1e9:.1f} GB",
+        f"{ours:.1f} s, {found['mstore_bytes'] / 1e9:.3f} GB",
+        _times(theirs / ours),
+    )
+
+
 def _search(found: Told) -> Iterator[Row]:
     yield (
         f"find 8 weights in {found['trials']} trials, the evaluator left out",
@@ -128,6 +139,7 @@ MAKERS: tuple[tuple[str, Callable[[Told], Iterator[Row]]], ...] = (
     ("mergekit", _mergekit),
     ("budget", _budget),
     ("adapters", _adapters),
+    ("moe", _moe),
     ("search", _search),
     ("lazy", _lazy),
     ("density", _density),

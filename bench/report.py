@@ -28,6 +28,7 @@ import page_lazy
 import page_limits
 import page_mergekit
 import page_methods
+import page_moe
 import page_mounts
 import page_paper
 import page_peers
@@ -79,6 +80,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "mergekit": page_mergekit.section,
     "methods": page_methods.section,
     "adapters": page_adapters.section,
+    "moe": page_moe.section,
     "mounts": page_mounts.section,
     "paper": page_paper.section,
     "planning": page_planning.section,
