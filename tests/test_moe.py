@@ -14,8 +14,10 @@ from safetensors.numpy import save_file
 
 from mstore import Store
 from mstore.merge.moe.recipe import parse_moe
+from mstore.merge.running.commit import MergeReport
 from mstore.store.models import tensors_of
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
+from mstore_cli.keys import keys_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -267,6 +269,7 @@ def test_from_the_command_line(store: Store, tmp_path: Path) -> None:
     assert "m" in shown.out
     names = mstore.succeed("moe", "--unpack", "m", "--name", "back", "--json").document
     assert [one["name"] for one in names["made"]] == ["back/0", "back/1"]
+    assert [list(one) for one in names["made"]] == 2 * [[key.name for key in keys_of(MergeReport)]]
     assert "log" not in mstore.succeed("log", "m").err
     for command in (
         ("explain", "m"),
