@@ -168,7 +168,7 @@ def main() -> None:
     arguments = parser.parse_args()
     bench = Bench(arguments.work.absolute(), arguments.millions, arguments.mergekit)
     known: dict[str, Any] = {}
-    if arguments.method:
+    if arguments.method and (arguments.results / "methods.json").exists():
         known = json.loads((arguments.results / "methods.json").read_text())["methods"]
     results: dict[str, Any] = {
         "machine": machine(),

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +154,13 @@ def routers(recipe: dict[str, Any], prompts: Prompts) -> dict[str, torch.Tensor]
     return {name: one.contiguous().float() for name, one in found.items()}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", type=Path)
     parser.add_argument("base", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--bf16", action="store_true", help="load the model in bfloat16")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     recipe = yaml.safe_load(given.recipe.read_text())
     prompts = Prompts(given.base, torch.bfloat16 if given.bf16 else torch.float32)
     found = routers(recipe, prompts)

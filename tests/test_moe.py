@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_runs import Program
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from mstore import Store
 from mstore.merge.moe.recipe import parse_moe
@@ -279,3 +280,62 @@ def test_from_the_command_line(store: Store, tmp_path: Path) -> None:
         mstore.succeed(*command)
     wrong = mstore("moe", "--name", "x")
     assert (wrong.status, "--recipe FILE, or --unpack" in wrong.err) == (2, True)
+
+
+# -- examples/routers.py -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    directory = write(tmp_path_factory.mktemp("prompted") / "base", "llama", 1)
+    words = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(60))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(directory)
+    return directory
+
+
+def computed(base: Path, out: Path, prompts: list[list[str]], mode: str) -> dict[str, Any]:
+    """What the program writes for experts with these prompts."""
+    path = Path(__file__).parent.parent / "examples" / "routers.py"
+    spec = importlib.util.spec_from_file_location("routers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    experts = [{"source_model": "m", "positive_prompts": one} for one in prompts]
+    out.mkdir()
+    (out / "moe.yml").write_text(recipe(experts, gate_mode=mode))
+    program.main([str(out / "moe.yml"), str(base), str(out / "routers")])
+    found: dict[str, Any] = load_file(out / "routers" / "model.safetensors")
+    return found
+
+
+@pytest.mark.parametrize("mode", ["hidden", "hidden_avg", "cheap_embed", "lda"])
+def test_routers_of_prompts(mode: str, prompted: Path, tmp_path: Path) -> None:
+    """Each layer has a row of length 1 for each expert, and padding counts for nothing: a prompt
+    beside a longer one gives what it gives alone.
+    """
+    short, long = ["w1 w2"], ["w40 w41 w42 w43 w44 w45"]
+    alone = computed(prompted, tmp_path / "alone", [short, long], mode)
+    beside = computed(prompted, tmp_path / "beside", [short * 2 + long, long], mode)
+    assert sorted(alone) == ["layers.0.router", "layers.1.router"]
+    for name, rows in alone.items():
+        assert rows.shape == (2, 64)
+        np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
+        assert not np.allclose(rows[0], rows[1])
+        if mode != "lda":
+            np.testing.assert_allclose(beside[name][1], rows[1], atol=1e-5)
+    if mode == "hidden_avg":
+        # The mean of three prompts, two of which are the short one.
+        wide = computed(prompted, tmp_path / "wide", [short * 2, long], mode)
+        np.testing.assert_allclose(
+            wide["layers.0.router"][0], alone["layers.0.router"][0], atol=1e-5
+        )
