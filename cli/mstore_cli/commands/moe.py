@@ -91,6 +91,7 @@ def moe(
             for one in names:
                 store.require_branch(one)
             plans = [store.plan_dense(unpack, number) for number in range(count)]
+            told = [f"expert {number} of {unpack}" for number in range(count)]
         else:
             store.require_branch(name)
             text = RecipeText.read(recipe or "", strict=True)
@@ -100,16 +101,22 @@ def moe(
                     *(text.text,), where=text.where, models=models, threads=threads, progress=tick
                 )
             remarks([f"stored {one.ref}: {one.name}" for one in prepared if one.new_snapshot])
-            names = [name]
+            names, told = [name], ["a mixture of experts"]
             plans = [
                 store.plan_moe(
                     *(text.text,), where=text.where, models=models, routers=routers, seed=seed
                 )
             ]
-        for one, plan in zip(names, plans, strict=True):
+        for one, plan, why in zip(names, plans, told, strict=True):
             with session.progress() as tick:
                 made.append(
-                    store.merge(plan, name=one, message=message, threads=threads, progress=tick)
+                    store.merge(
+                        plan,
+                        name=one,
+                        message=message or why,
+                        threads=threads,
+                        progress=tick,
+                    )
                 )
 
     def human(screen: Screen) -> None:
