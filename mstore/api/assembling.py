@@ -84,11 +84,11 @@ class Assembling(Merging):
 
     def experts_of(self, mixture: Revision) -> int:
         """Return how many experts a mixture has.  Raises NotFound, Incompatible for no mixture."""
-        from mstore.merge.moe.assemble import Member, experts_in
+        from mstore.merge.moe.assemble import NamedModel, experts_in
 
         found = self._input(mixture)
         content = self._catalog.snapshot(found.snapshot).manifest_id()
-        return experts_in(self._catalog, Member(found.name, content))[1]
+        return experts_in(self._catalog, NamedModel(found.name, content))[1]
 
     def plan_dense(self, mixture: Revision, expert: int) -> PlanReport:
         """Plan a dense model of one expert of a mixture; `merge` makes it, of the same blocks.
@@ -97,14 +97,14 @@ class Assembling(Merging):
         BadRequest for an expert that it does not have, StorageFailed.
         """
         from mstore.blocks.schema import NamedSnapshot, PlanInputs
-        from mstore.merge.moe.assemble import Member, dense_plan
+        from mstore.merge.moe.assemble import NamedModel, dense_plan
 
         began = time.monotonic()
         layouts.require_writable(self._catalog.layout)
         found = self._input(mixture)
         with contents.held(self._catalog, [found.snapshot]):
             content = self._catalog.snapshot(found.snapshot).manifest_id()
-            plan = dense_plan(self._catalog, Member(found.name, content), expert)
+            plan = dense_plan(self._catalog, NamedModel(found.name, content), expert)
             sources = PlanInputs(NamedSnapshot(found.snapshot, found.name), ())
             return self._told(plan, sources, began)
 

@@ -34,7 +34,7 @@ _WEIGHT: Final = ".weight"
 _MLP: Final = "mlp."
 
 
-class Member(msgspec.Struct, frozen=True):
+class NamedModel(msgspec.Struct, frozen=True):
     """A model of a mixture: what errors call it, and its content."""
 
     name: str
@@ -77,9 +77,9 @@ def bias_name(layer: int, projection: str) -> str:
 def moe_plan(
     catalog: Catalog,
     kind: Architecture,
-    base: Member,
-    experts: Sequence[Member],
-    shared: Sequence[Member],
+    base: NamedModel,
+    experts: Sequence[NamedModel],
+    shared: Sequence[NamedModel],
     routers: ManifestId,
     *,
     per_token: int,
@@ -154,7 +154,7 @@ def lacking_biases(layer: Layer, kind: Architecture) -> list[str]:
     return [one for one in BIASES if f"self_attn.{one}.bias" not in layer.rests]
 
 
-def _require_dense(layer: Layer, kind: Architecture, base: Member) -> None:
+def _require_dense(layer: Layer, kind: Architecture, base: NamedModel) -> None:
     """Raise Incompatible unless a layer has what a mixture has, and nothing else."""
     mlp = {f"{_MLP}{part}{_WEIGHT}" for part in PARTS}
     lacks = mlp - layer.rests
@@ -174,7 +174,7 @@ def _require_dense(layer: Layer, kind: Architecture, base: Member) -> None:
         )
 
 
-def _require_alike(inputs: Inputs, members: Sequence[Member], taken: Sequence[Taken]) -> None:
+def _require_alike(inputs: Inputs, members: Sequence[NamedModel], taken: Sequence[Taken]) -> None:
     """Raise Incompatible unless all MLPs have the shapes and the type of the base's."""
     some = [one for one in taken if one.member < len(members)]
     for one in some:
@@ -194,7 +194,7 @@ def _require_alike(inputs: Inputs, members: Sequence[Member], taken: Sequence[Ta
             )
 
 
-def _left_out(inputs: Inputs, number: int, member: Member) -> str | None:
+def _left_out(inputs: Inputs, number: int, member: NamedModel) -> str | None:
     """Return which of a model's changes a mixture does not have, as a remark."""
     theirs, ours = inputs.members[number], inputs.base
     mlp = tuple(f".{_MLP}{part}{_WEIGHT}" for part in PARTS)
@@ -212,7 +212,7 @@ def _left_out(inputs: Inputs, number: int, member: Member) -> str | None:
 # -- back to dense models ------------------------------------------------------------------------
 
 
-def experts_in(catalog: Catalog, mixture: Member) -> tuple[Architecture, int]:
+def experts_in(catalog: Catalog, mixture: NamedModel) -> tuple[Architecture, int]:
     """Return what kind of mixture a model is, and how many experts it has.
 
     Raises Incompatible for any other model.
@@ -229,7 +229,7 @@ def experts_in(catalog: Catalog, mixture: Member) -> tuple[Architecture, int]:
     return kind, count
 
 
-def dense_plan(catalog: Catalog, mixture: Member, expert: int) -> Plan:
+def dense_plan(catalog: Catalog, mixture: NamedModel, expert: int) -> Plan:
     """Return the plan of one expert of a mixture as a dense model.
 
     Raises Incompatible for what is no mixture with a tensor for each expert, BadRequest for an

@@ -11,7 +11,7 @@ from blake3 import blake3
 from mstore.blocks.schema import NamedSnapshot, PlanInputs
 from mstore.merge.moe import routers
 from mstore.merge.moe.architectures import DOWN, architecture_of
-from mstore.merge.moe.assemble import ROUTERS, Layer, Member, layers_of, moe_plan
+from mstore.merge.moe.assemble import ROUTERS, Layer, NamedModel, layers_of, moe_plan
 from mstore.merge.moe.recipe import DRAWN, MoeExpert, MoeRecipe
 from mstore.merge.planning.recipes import Preparation
 from mstore.models.adapters.inputs import Inputs
@@ -133,8 +133,8 @@ def planned(
     )
     stored = routers.stored(catalog, kind, layers, weights, biases, gate.dtype, text)
 
-    def member(one: Input) -> Member:
-        return Member(one.name, catalog.snapshot(one.snapshot).manifest_id())
+    def member(one: Input) -> NamedModel:
+        return NamedModel(one.name, catalog.snapshot(one.snapshot).manifest_id())
 
     plan = moe_plan(
         catalog,
