@@ -309,11 +309,15 @@ def computed(base: Path, out: Path, prompts: list[list[str]], mode: str) -> dict
     assert spec is not None
     assert spec.loader is not None
     program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
     experts = [{"source_model": "m", "positive_prompts": one} for one in prompts]
     out.mkdir()
     (out / "moe.yml").write_text(recipe(experts, gate_mode=mode))
-    program.main([str(out / "moe.yml"), str(base), str(out / "routers")])
+    with pytest.MonkeyPatch.context() as patch:
+        # What it sets for itself would stay for the tests after this one.
+        for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
+            patch.setenv(name, "1")
+        spec.loader.exec_module(program)
+        program.main([str(out / "moe.yml"), str(base), str(out / "routers")])
     found: dict[str, Any] = load_file(out / "routers" / "model.safetensors")
     return found
 
