@@ -25,6 +25,20 @@ from mergekit import WARM_GIGABYTES, peer_versions
 from store import Store
 
 EXPERTS = 8
+TOKENIZER: dict[str, Any] = {
+    "tokenizer.json": {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {"<unk>": 0, "<s>": 1}, "unk_token": "<unk>"},
+    },
+    "tokenizer_config.json": {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "unk_token": "<unk>",
+    },
+}
+"""mergekit-moe loads one even where routers are random."""
 
 
 class Bench:
@@ -40,6 +54,8 @@ class Bench:
         for model in self.models:
             write_model(self.family / model.name, millions, model)
             self.store.add(self.family / model.name, model.name)
+        for name, fields in TOKENIZER.items():
+            (self.family / "base" / name).write_text(json.dumps(fields))
 
     def recipe(self, folder: Path | None) -> dict[str, Any]:
         """The recipe, with directories below `folder` or with refs."""

@@ -7,7 +7,7 @@ from tables import Told, aim, machine, table, wall
 ABOUT = """\
 {machine} `python bench/moe.py WORK`. {experts} experts of {millions:.0f} M parameters in bf16, all
 of whose elements differ from the base's, become a Mixtral with random routers. Both programs are
-whole processes, in turn, in {runs} rounds.
+whole processes, in turn, in {runs}.
 """
 
 
@@ -17,7 +17,7 @@ def section(told: Told) -> str:
         machine=machine(told),
         experts=told["experts"],
         millions=told["millions"],
-        runs=told["mstore"]["runs"],
+        runs=f"{told['mstore']['runs']} round" + "s" * (told["mstore"]["runs"] > 1),
     )
     rows = [
         (
