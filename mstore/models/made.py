@@ -19,7 +19,7 @@ import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -39,12 +39,15 @@ from mstore.store.models import models_in
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.objects.plan import Coverage, Plan
 from mstore.store.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
-from mstore.store.objects.tensor import block_count
+from mstore.store.objects.tensor import Tensor, block_count
 from mstore.store.transaction import RefMove, Transaction, tip_of
 from mstore.terms import TOOL
 from mstore.terms.errors import BadName, BadRequest
 from mstore.terms.ids import ManifestId, TensorId
 from mstore.terms.phrases import Option, is_text
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 NEW: Final[Mapping[str, str]] = {"format": "pt"}
 """The metadata of a file of weights that no model had."""
@@ -402,6 +405,36 @@ def is_licence(file: File) -> bool:
     top = file.path.split("/")[0]
     is_text = PurePosixPath(top).suffix.lower() in _TEXTS
     return file.form == OPAQUE and is_text and bool(_LICENCE_FILE.fullmatch(top))
+
+
+def put_array(transaction: Transaction, name: str, values: npt.NDArray[Any], dtype: str) -> Tensor:
+    """Store an array, rounded to an element type, and return its record, which is not stored."""
+    from mstore.store.view import array_dtype  # late: most of what is made has no arrays
+
+    shape = tuple(map(int, values.shape))
+    return transaction.put_tensor(dtype, shape, [values.astype(array_dtype(dtype)).tobytes()], name)
+
+
+def put_model(
+    catalog: Catalog,
+    transaction: Transaction,
+    path: str,
+    tensors: Mapping[str, Tensor],
+    texts: Mapping[str, bytes],
+) -> Manifest:
+    """Store a model of one file of weights whose tensors were put; return what it consists of.
+
+    path: of the weights. texts: other files, by path.
+    """
+    names = sorted(tensors)
+    records = [tensors[name] for name in names]
+    parts = [
+        Part(name, id, record.nbytes)
+        for name, record, id in zip(names, records, transaction.put_records(records), strict=True)
+    ]
+    slots = [Slot(name, tensors[name].dtype, tensors[name].shape) for name in names]
+    every = texts_of(catalog, Manifest(()), {path: slots}) | dict(texts)
+    return assembled((), every, [path], lambda _: parts, transaction.put_bytes)
 
 
 class Publication:

@@ -98,13 +98,13 @@ def moe(
             models = models_of_moe(session, store, text)
             with session.progress() as tick:
                 prepared = store.prepare_moe(
-                    *(text.text,), where=text.where, models=models, threads=threads, progress=tick
+                    text.text, where=text.where, models=models, threads=threads, progress=tick
                 )
             remarks([f"stored {one.ref}: {one.name}" for one in prepared if one.new_snapshot])
             names, told = [name], ["a mixture of experts"]
             plans = [
                 store.plan_moe(
-                    *(text.text,), where=text.where, models=models, routers=routers, seed=seed
+                    text.text, where=text.where, models=models, routers=routers, seed=seed
                 )
             ]
         for one, plan, why in zip(names, plans, told, strict=True):

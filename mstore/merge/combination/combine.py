@@ -20,7 +20,7 @@ from mstore.merge.combination.members import INSTEAD, AdapterMember, members_of
 from mstore.merge.combination.methods import CombineSetting
 from mstore.merge.combination.products import Read, joined, truncated, united
 from mstore.merge.running.model_card import number_text
-from mstore.models.adapters.extract import branch_for_adapter, put_factor, put_files
+from mstore.models.adapters.extract import branch_for_adapter, put_files
 from mstore.models.adapters.low_rank import read_singles
 from mstore.models.adapters.targets import factor_names
 from mstore.models.adapters.truncation import Errors, Singles, TruncatedTensor
@@ -30,6 +30,7 @@ from mstore.models.made import (
     Said,
     licence_lines,
     licence_section,
+    put_array,
     said,
 )
 from mstore.store.catalog import Catalog
@@ -377,7 +378,7 @@ class _Combiner:
         missing = rank - len(down)
         full = np.pad(down, ((0, missing), (0, 0))), np.pad(up, ((0, 0), (0, missing)))
         return {
-            name: put_factor(self._transaction, name, factor, self._work.dtype)
+            name: put_array(self._transaction, name, factor, self._work.dtype)
             for name, factor in zip(names, full, strict=True)
         }
 

@@ -7,7 +7,6 @@ lack, are a small checkpoint of its own (`routers`), a companion in the role `ro
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -16,6 +15,7 @@ import msgspec
 from mstore.checkpoint.strict_json import entries_between
 from mstore.merge.moe.architectures import BIASES, PARTS, Architecture, mixture_of
 from mstore.merge.planning.stack import assembly
+from mstore.merge.recipes.layers import ModelLayers
 from mstore.models.adapters.inputs import Inputs
 from mstore.store.catalog import Catalog
 from mstore.store.models import whole_config_of
@@ -28,7 +28,6 @@ from mstore.terms.phrases import few
 ROUTERS: Final = "routers"
 """The role of the checkpoint with what no model has."""
 
-_IN_LAYER: Final = re.compile(r"(?P<at>(?:.*\.)?layers\.(?P<number>\d+))\.(?P<rest>.+)")
 _AS_IT_IS: Final = ("passthrough", (("scale", 1.0),))
 _WEIGHT: Final = ".weight"
 _MLP: Final = "mlp."
@@ -51,12 +50,11 @@ class Layer(msgspec.Struct, frozen=True):
 
 def layers_of(names: Sequence[str]) -> list[Layer]:
     """Return the layers by their numbers."""
-    found: dict[int, tuple[str, set[str]]] = {}
-    for name in names:
-        match = _IN_LAYER.fullmatch(name)
-        if match is not None:
-            found.setdefault(int(match["number"]), (match["at"], set()))[1].add(match["rest"])
-    return [Layer(number, at, frozenset(rests)) for number, (at, rests) in sorted(found.items())]
+    layout = ModelLayers.of(names)
+    found: dict[int, set[str]] = {}
+    for number, rest in filter(None, map(layout.part, names)):
+        found.setdefault(number, set()).add(rest)
+    return [Layer(n, f"{layout.main}.{n}", frozenset(found[n])) for n in sorted(found)]
 
 
 def router_name(layer: int) -> str:
@@ -82,9 +80,10 @@ def moe_plan(
     shared: Sequence[NamedModel],
     routers: ManifestId,
     *,
+    layers: Sequence[Layer],
     per_token: int,
 ) -> Plan:
-    """Return the plan of a mixture.
+    """Return the plan of a mixture.  layers: of the base (`layers_of`).
 
     Raises Incompatible for models that do not fit, NotFound, Corrupt, StorageFailed.
     """
@@ -96,10 +95,6 @@ def moe_plan(
         [base.name, *(one.name for one in members), ROUTERS],
         companions=[ROUTERS],
     )
-    ours = inputs.base
-    layers = layers_of(list(ours))
-    if not layers:
-        raise Incompatible("has no layers", where=base.name)
     taken: list[Taken] = []
     dropped: list[str] = []
     for layer in layers:

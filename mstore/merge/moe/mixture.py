@@ -10,7 +10,7 @@ from blake3 import blake3
 
 from mstore.blocks.schema import NamedSnapshot, PlanInputs
 from mstore.merge.moe import routers
-from mstore.merge.moe.architectures import DOWN, architecture_of
+from mstore.merge.moe.architectures import BIASES, DOWN, architecture_of
 from mstore.merge.moe.assemble import ROUTERS, Layer, NamedModel, layers_of, moe_plan
 from mstore.merge.moe.recipe import DRAWN, MoeExpert, MoeRecipe
 from mstore.merge.planning.recipes import Preparation
@@ -119,7 +119,7 @@ def planned(
         raise Incompatible("has no layers", where=base.name)
     first = layers[0].at
     names = [f"{first}.mlp.gate_proj.weight"]
-    names += [f"{first}.self_attn.{one}.weight" for one in ("q_proj", "k_proj", "v_proj")]
+    names += [f"{first}.self_attn.{one}.weight" for one in BIASES]
     lacking = [name for name in names if name not in tensors.base]
     if lacking:
         raise Incompatible(f"has no {lacking[0]}", where=base.name)
@@ -128,9 +128,7 @@ def planned(
     weights = _routers(
         catalog, recipe, given, seed, (layers, len(experts), len(shared), gate.shape[1])
     )
-    biases = dict(
-        zip(("q_proj", "k_proj", "v_proj"), (one.shape[0] for one in projections), strict=True)
-    )
+    biases = dict(zip(BIASES, (one.shape[0] for one in projections), strict=True))
     stored = routers.stored(catalog, kind, layers, weights, biases, gate.dtype, text)
 
     def member(one: Input) -> NamedModel:
@@ -143,6 +141,7 @@ def planned(
         [member(one) for one in experts],
         [member(one) for one in shared],
         catalog.snapshot(stored).manifest_id(),
+        layers=layers,
         per_token=recipe.per_token,
     )
     sources = PlanInputs(

@@ -29,15 +29,12 @@ from mstore.merge.moe.assemble import (
     shared_router_name,
 )
 from mstore.merge.moe.recipe import GateMode
-from mstore.models.made import Publication, Slot, assembled, texts_of
+from mstore.models.made import Publication, put_array, put_model
 from mstore.numeric.casts import singles
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, tensors_of
-from mstore.store.objects.manifest import Manifest, Part
 from mstore.store.objects.snapshot import ADD
-from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction, branch_to_move
-from mstore.store.view import array_dtype
 from mstore.terms.errors import Incompatible
 from mstore.terms.ids import SnapshotId
 from mstore.terms.requests import PREPARED
@@ -143,18 +140,9 @@ def stored(
         for projection in lacking_biases(layer, kind):
             arrays[bias_name(layer.number, projection)] = np.zeros(biases[projection], np.float32)
     with Transaction(catalog, "routers") as transaction:
-        names = sorted(arrays)
-        records = [_put(transaction, name, arrays[name], dtype) for name in names]
-        parts = [
-            Part(name, id, record.nbytes)
-            for name, record, id in zip(
-                names, records, transaction.put_records(records), strict=True
-            )
-        ]
-        slots = [Slot(name, dtype, one.shape) for name, one in zip(names, records, strict=True)]
-        texts = texts_of(catalog, Manifest(()), {_WEIGHTS: slots})
-        texts[RECIPE] = recipe.encode()
-        content = assembled((), texts, [_WEIGHTS], lambda _: parts, transaction.put_bytes)
+        tensors = {name: put_array(transaction, name, one, dtype) for name, one in arrays.items()}
+        texts = {RECIPE: recipe.encode()}
+        content = put_model(catalog, transaction, _WEIGHTS, tensors, texts)
         branch = f"{PREPARED}routers-{content.id().hex()[:16]}"
         publication = Publication(catalog, transaction)
         record, _ = publication.put(
@@ -168,8 +156,3 @@ def stored(
         )
         publication.commit()
     return record.id()
-
-
-def _put(transaction: Transaction, name: str, values: Singles, dtype: str) -> Tensor:
-    data = np.ascontiguousarray(values).astype(array_dtype(dtype))
-    return transaction.put_tensor(dtype, values.shape, [data.tobytes()], name)

@@ -15,11 +15,10 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from mstore import fs
 from mstore.checkpoint.declared import CARD
@@ -33,12 +32,12 @@ from mstore.models.adapters.truncation import (
     squares_left,
     truncated,
 )
-from mstore.models.made import Publication, Slot, assembled, texts_of
+from mstore.models.made import Publication, put_array, put_model
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, models_in
-from mstore.store.objects.manifest import Manifest, Part
+from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.shapes import (
     EMBEDDINGS,
     chosen,
@@ -322,7 +321,7 @@ class _Extractor:
                 left, right = right.T, left.T
             names = factor_names(module, embedding=is_embedding)
             for key, factor in zip(names, (right, left), strict=True):
-                tensors[key] = put_factor(self._transaction, key, factor, self._dtype)
+                tensors[key] = put_array(self._transaction, key, factor, self._dtype)
             self._tick(theirs)
         for name, ours, theirs in self._work.whole:
             squares = self._squares(ours, theirs)
@@ -452,13 +451,6 @@ def branch_for_adapter(catalog: Catalog, name: str) -> Ref | None:
     return current
 
 
-def put_factor(transaction: Transaction, name: str, factor: npt.NDArray[Any], dtype: str) -> Tensor:
-    """Store a matrix, rounded to an element type, and return its record, which is not stored."""
-    data = np.ascontiguousarray(factor).astype(array_dtype(dtype))
-    shape = (int(data.shape[0]), int(data.shape[1]))
-    return transaction.put_tensor(dtype, shape, [data.tobytes()], name)
-
-
 def put_files(
     catalog: Catalog,
     transaction: Transaction,
@@ -471,15 +463,7 @@ def put_files(
     settings: of its config, beside or in place of those that all adapters of mstore have. card: the
     text of its model card, None for no card.
     """
-    names = sorted(tensors)
-    records = [tensors[name] for name in names]
-    parts = [
-        Part(name, id, record.nbytes)
-        for name, record, id in zip(names, records, transaction.put_records(records), strict=True)
-    ]
-    slots = [Slot(name, tensors[name].dtype, tensors[name].shape) for name in names]
-    texts = texts_of(catalog, Manifest(()), {WEIGHTS: slots})
-    texts[CONFIG] = json_bytes({**_SETTINGS, **settings})
+    texts = {CONFIG: json_bytes({**_SETTINGS, **settings})}
     if card is not None:
         texts[CARD] = card.encode()
-    return assembled((), texts, [WEIGHTS], lambda _: parts, transaction.put_bytes)
+    return put_model(catalog, transaction, WEIGHTS, tensors, texts)
