@@ -186,6 +186,11 @@ def test_an_adapter_of_mlps_is_an_expert(store: Store, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="is not made yet"):
         store.plan_moe(text)
     assert made(store, text).remarks == ()
+    # Recipes may call models otherwise than the store.
+    named = text.replace('"base', '"org/m').replace("org/m_model", "base_model")
+    models = {"org/m": "base"}
+    store.prepare_moe(named, models=models)
+    assert store.plan_moe(named, models=models).remarks == ()
     gates = [
         store["moe"].tensor(f"model.layers.1.block_sparse_moe.experts.{number}.w1.weight")
         for number in range(2)

@@ -49,14 +49,15 @@ def needed(recipe: MoeRecipe, find: Find) -> list[Preparation]:
 
 
 def _steps(one: MoeExpert, find: Find) -> Iterator[Preparation]:
-    base, adapter = one.model.model().text, one.model.adapter()
+    base, adapter = find(one.model.model().text), one.model.adapter()
     if adapter is not None:
-        key = b"".join(find(name).snapshot for name in (base, adapter.text))
-        request = MergeRequest(base=base, experts=[adapter.text], method=_APPLY)
+        applied = find(adapter.text)
+        key = base.snapshot + applied.snapshot
+        request = MergeRequest(base=base.name, experts=[applied.name], method=_APPLY)
         yield Preparation(one.model.text, _branch("adapter", key), request)
     if one.residual != 1:
-        plain = one.model.text if adapter is None else _branch("adapter", key)
-        told = find(base).snapshot if adapter is None else key
+        plain = base.name if adapter is None else _branch("adapter", key)
+        told = base.snapshot if adapter is None else key
         scaled = TensorRule(tensors=f"*.mlp.{DOWN}.weight", parameters={"scale": one.residual})
         request = MergeRequest(base=plain, experts=[plain], method=_SCALE, rules=[scaled])
         yield Preparation(
