@@ -1,7 +1,7 @@
 """mstore: git for model checkpoints, with budgeted merging built in.
 
 The public face: `Store`, `Snapshot`, `MergeRequest`, `TensorRule`, `RecipeRequest`, `Vocabulary`,
-`TokenRow`, the errors, and the reports that calls return.
+`TokenRow`, `Transplant`, the errors, and the reports that calls return.
 
 Names are imported when they are first used: a program that mounts, say, needs the errors, and not
 the whole library.
@@ -37,7 +37,14 @@ if TYPE_CHECKING:
         WrongCommand,
     )
     from mstore.terms.ids import BlockId, ManifestId, NoteId, PlanId, SnapshotId, TensorId
-    from mstore.terms.requests import MergeRequest, RecipeRequest, TensorRule, TokenRow, Vocabulary
+    from mstore.terms.requests import (
+        MergeRequest,
+        RecipeRequest,
+        TensorRule,
+        TokenRow,
+        Transplant,
+        Vocabulary,
+    )
     from mstore.terms.sizes import Budget
 
 __all__ = [
@@ -70,6 +77,7 @@ __all__ = [
     "TensorId",
     "TensorRule",
     "TokenRow",
+    "Transplant",
     "Unavailable",
     "Unreadable",
     "Vocabulary",
@@ -88,7 +96,7 @@ _MODULES = {
     "mstore.terms.ids": ("BlockId", "ManifestId", "NoteId", "PlanId", "SnapshotId", "TensorId"),
     "mstore.terms.requests": (
         *("MergeRequest", "RecipeRequest", "TensorRule"),
-        *("TokenRow", "Vocabulary"),
+        *("TokenRow", "Transplant", "Vocabulary"),
     ),
     "mstore.judging.gate": ("Gate",),
     "mstore.terms.sizes": ("Budget",),

@@ -88,6 +88,8 @@ def _sections() -> Iterator[str]:
     words, row = mstore.Vocabulary, mstore.TokenRow
     yield f"## mstore.Vocabulary\n\n{_text(words)}\n{_fields(words)}"
     yield f"## mstore.TokenRow\n\n{_text(row)}\n{_fields(row)}"
+    asked = mstore.Transplant
+    yield f"## mstore.Transplant\n\n{_text(asked)}\n{_fields(asked)}"
     yield f"## mstore.Gate\n\n{_text(mstore.Gate)}"
     yield from _members(mstore.Gate, "Gate", "gate")
     yield f"## mstore.Budget\n\n{_text(mstore.Budget)}"

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from mstore.merge.running.runners import Workers
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.models.vocabulary.align import AlignReport
+    from mstore.models.vocabulary.transplant import TransplantReport
     from mstore.terms.report import ProgressCallback
-    from mstore.terms.requests import MergeRequest, RecipeRequest, Vocabulary
+    from mstore.terms.requests import MergeRequest, RecipeRequest, Transplant, Vocabulary
 
 T = TypeVar("T")
 
@@ -240,6 +241,39 @@ class Merging(Exchanging):
         models = [resolved.base, *resolved.experts]
         with contents.held(self._catalog, _inputs(resolved)):
             return align(self._catalog, vocabulary, models, self._input, progress=progress)
+
+    def transplant(
+        self,
+        model: Revision,
+        asked: Transplant,
+        *,
+        name: str,
+        message: str = "",
+        progress: ProgressCallback | None = None,
+    ) -> TransplantReport:
+        """Store a model with the tokens of another, the donor, on the branch `name`.
+
+        Its tokenizer is the donor's, with the ids in configs that go with it.  Rows of tokens that
+        both have are the model's own; the others are made as `Transplant.approximation` says.  All
+        other tensors are shared with the model, which needs no training to be tried: as a draft
+        model for speculative decoding of the donor, for example.  Tokens are the same if they write
+        the same bytes, or are what the other has to begin, end or pad a text.
+
+        What new rows are made of is stored on a branch below `prepared/`, and taken from there the
+        next time.  Memory: the embeddings of both; `omp` takes the donor's shared rows in float32,
+        and for each new row and each of its `k` parts their product with it.
+
+        Raises BadRequest, NotFound, Incompatible (no tokenizer.json, no embeddings, no token in
+        both), BadName, Conflict, Corrupt, StorageFailed; then nothing is on the branch.
+        """
+        from mstore.models.vocabulary.transplant import transplant
+
+        layouts.require_writable(self._catalog.layout)
+        own, donor = self._input(model), self._input(asked.donor)
+        with contents.held(self._catalog, [own.snapshot, donor.snapshot]):
+            return transplant(
+                self._catalog, asked, own, donor, name, message=message, progress=progress
+            )
 
     def check_merge(self, request: MergeRequest) -> CompatibilityReport:
         """Report whether base and experts of a request can be merged, and what is risky about it.

@@ -44,6 +44,7 @@ from mstore.models.cast import CastReport
 from mstore.models.compare import ComparedModel, ComparedPair, ComparedPart, CompareReport
 from mstore.models.stats.analysis import AnalyzeReport
 from mstore.models.vocabulary.align import AlignedModel, AlignReport
+from mstore.models.vocabulary.transplant import NewToken, StandIn, TokenClass, TransplantReport
 from mstore.origins.outdated import OriginState
 from mstore.remotes.bundling import BundleReport
 from mstore.remotes.check import RemoteCheckReport, RemoteProblem
@@ -163,6 +164,7 @@ __all__ = [
     "MetricsRow",
     "MigrateReport",
     "MovedRef",
+    "NewToken",
     "NotFiniteTensor",
     "NoteReport",
     "OriginReport",
@@ -201,6 +203,7 @@ __all__ = [
     "SharedBytes",
     "SignatureReport",
     "SnapshotReport",
+    "StandIn",
     "StoreReport",
     "SweepPoint",
     "SweepReport",
@@ -208,6 +211,8 @@ __all__ = [
     "TensorDiff",
     "TensorExplanation",
     "TensorReport",
+    "TokenClass",
+    "TransplantReport",
     "TrialReport",
     "TruncatedTensor",
     "UnpinReport",

@@ -206,6 +206,41 @@ class Vocabulary:
     chat_template: str | None = None
 
 
+OMP = "omp"
+SUBWORD = "subword"
+MEAN = "mean"
+ZERO = "zero"
+APPROXIMATIONS = (OMP, SUBWORD, MEAN, ZERO)
+"""How rows of tokens that a model lacks are made."""
+DONOR = "donor"
+MODEL = "model"
+TEMPLATES_OF = (DONOR, MODEL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transplant:
+    """The tokens that a model is to get from another, the donor.
+
+    approximation: how rows of tokens that the model lacks are made. "omp": of its rows of tokens
+    that both have, as the donor's row is made of the donor's (orthogonal matching pursuit);
+    "subword": the mean of the pieces that the model writes the token with; "mean": the mean of all
+    its rows; "zero".
+    k: of "omp", how many rows one is made of, at most.
+    tokens: the model's token for a token of the donor, where they are not the same text.
+    pad_to: the number of rows is rounded up to a multiple of this.
+    keep_padding: as many rows as the donor has; False: as many as it has tokens.
+    chat_template: whose, "donor" or "model".
+    """
+
+    donor: Revision
+    approximation: str = OMP
+    k: int = 64
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    pad_to: int | None = None
+    keep_padding: bool = True
+    chat_template: str = DONOR
+
+
 class RecipeRequest(msgspec.Struct, frozen=True):
     """The merge that a recipe asks for.
 

@@ -287,7 +287,13 @@ class _Models:
     ) -> AlignedModel:
         """Return a member as aligned; put it, if it is another than before."""
         model = _unchanged(one, self._target)
-        manifest = self._manifest(one, tensors)
+
+        def retokenize(files: dict[str, File]) -> None:
+            self._retokenize(one, files)
+            if one is self._members[0]:
+                set_template(self._catalog, self._transaction, files, self._target.template)
+
+        manifest = rewritten(self._catalog, self._transaction, one, tensors, retokenize)
         if manifest == one.manifest:
             return model
         told = f"{one.name} with {len(self._target.ids)} tokens, {self._target.told}"
@@ -301,29 +307,6 @@ class _Models:
             action=f"align: {told}",
         )
         return replace(model, ref=branch, snapshot=record.id(), new_snapshot=is_new)
-
-    def _manifest(self, one: Member, tensors: Mapping[str, Tensor]) -> Manifest:
-        ids = [TensorId(id) for id in self._transaction.put_records(list(tensors.values()))]
-        new = {one.own[name]: id for name, id in zip(tensors, ids, strict=True)}
-        records = dict(zip(ids, tensors.values(), strict=True))
-        models = models_in(self._catalog, one.manifest)
-        files = {file.path: file for file in one.manifest.files}
-        changed: dict[str, list[Part]] = {}
-        for file in files.values():
-            named = {part.name: new.get(full) for part, full in models.parts(file)}
-            if any(named.values()):
-                changed[file.path] = [
-                    part if id is None else Part(part.name, id, records[id].nbytes)
-                    for part in file.tensors()
-                    for id in (named.get(part.name),)
-                ]
-        weights = {path: slots_of(self._catalog, own, records) for path, own in changed.items()}
-        texts = texts_of(self._catalog, one.manifest, weights)
-        self._retokenize(one, files)
-        if one is self._members[0]:
-            self._set_template(files)
-        put = self._transaction.put_bytes
-        return assembled(files.values(), texts, changed, changed.__getitem__, put)
 
     def _retokenize(self, one: Member, files: dict[str, File]) -> None:
         """Replace tokenizer and configs in `files`."""
@@ -397,22 +380,6 @@ class _Models:
                 TOKENIZER_CONFIG, with_new_decoder(raw, tokenizer.added)
             )
 
-    def _set_template(self, files: dict[str, File]) -> None:
-        """Give the base the chat template that was asked for."""
-        wanted = self._target.template
-
-        def read(path: str) -> bytes | None:
-            return self._catalog.read_parts(files[path].parts) if path in files else None
-
-        if wanted is None or template_of(read) == wanted:
-            return
-        files.pop(OLD_TEMPLATE, None)
-        told = read(TOKENIZER_CONFIG)
-        changed = None if told is None else without_template(told)
-        if changed is not None:
-            files[TOKENIZER_CONFIG] = self._file(TOKENIZER_CONFIG, changed)
-        files[TEMPLATE] = self._file(TEMPLATE, wanted.encode())
-
     def _add_tokens(self, files: dict[str, File]) -> None:
         tokenizer = self._target.tokenizer
         assert tokenizer is not None
@@ -426,5 +393,61 @@ class _Models:
                 files[TOKENIZER_CONFIG] = self._file(TOKENIZER_CONFIG, changed)
 
     def _file(self, path: str, raw: bytes) -> File:
-        part = self._transaction.put_bytes(raw, path)
-        return File(path, OPAQUE, part.nbytes, (part,))
+        return file_of(self._transaction, path, raw)
+
+
+def rewritten(
+    catalog: Catalog,
+    transaction: Transaction,
+    one: Member,
+    tensors: Mapping[str, Tensor],
+    retokenize: Callable[[dict[str, File]], None],
+) -> Manifest:
+    """Return what a member consists of with other embeddings.
+
+    tensors: the records of those, by the base's names. retokenize: replaces the files of its
+    tokenizer, and its configs.
+    """
+    ids = [TensorId(id) for id in transaction.put_records(list(tensors.values()))]
+    new = {one.own[name]: id for name, id in zip(tensors, ids, strict=True)}
+    records = dict(zip(ids, tensors.values(), strict=True))
+    models = models_in(catalog, one.manifest)
+    files = {file.path: file for file in one.manifest.files}
+    changed: dict[str, list[Part]] = {}
+    for file in files.values():
+        named = {part.name: new.get(full) for part, full in models.parts(file)}
+        if any(named.values()):
+            changed[file.path] = [
+                part if id is None else Part(part.name, id, records[id].nbytes)
+                for part in file.tensors()
+                for id in (named.get(part.name),)
+            ]
+    weights = {path: slots_of(catalog, own, records) for path, own in changed.items()}
+    texts = texts_of(catalog, one.manifest, weights)
+    retokenize(files)
+    put = transaction.put_bytes
+    return assembled(files.values(), texts, changed, changed.__getitem__, put)
+
+
+def set_template(
+    catalog: Catalog, transaction: Transaction, files: dict[str, File], wanted: str | None
+) -> None:
+    """Give a model a chat template; None: it keeps its own."""
+
+    def read(path: str) -> bytes | None:
+        return catalog.read_parts(files[path].parts) if path in files else None
+
+    if wanted is None or template_of(read) == wanted:
+        return
+    files.pop(OLD_TEMPLATE, None)
+    told = read(TOKENIZER_CONFIG)
+    changed = None if told is None else without_template(told)
+    if changed is not None:
+        files[TOKENIZER_CONFIG] = file_of(transaction, TOKENIZER_CONFIG, changed)
+    files[TEMPLATE] = file_of(transaction, TEMPLATE, wanted.encode())
+
+
+def file_of(transaction: Transaction, path: str, raw: bytes) -> File:
+    """Store a small file and return it."""
+    part = transaction.put_bytes(raw, path)
+    return File(path, OPAQUE, part.nbytes, (part,))

@@ -138,16 +138,17 @@ def gathered(
         if number >= 0:
             source = tensors[number]
             assert source is not None
-            out[at] = _rounded(source[row[at]], dtype)
+            out[at] = rounded(source[row[at]], dtype)
         elif number == PADDING:
             assert padding is not None
             out[at] = padding.astype(dtype)
         elif number == MEAN:
-            out[at] = _rounded(_mean(at + (span.start or 0), tensors, given, width), dtype)
+            out[at] = rounded(_mean(at + (span.start or 0), tensors, given, width), dtype)
     return out
 
 
-def _rounded(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def rounded(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return values in another type.  Raises Incompatible for finite ones that it cannot hold."""
     with np.errstate(over="ignore"):
         found = values.astype(dtype)
     if found.dtype != values.dtype and (np.isfinite(values) & ~np.isfinite(found)).any():

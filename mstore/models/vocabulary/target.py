@@ -25,7 +25,13 @@ from msgspec import structs
 
 from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.models.vocabulary.members import CONFIGS, TOKENIZER_CONFIG, Member, template_of
-from mstore.models.vocabulary.tokenizer import TOKENIZER, Tokenizer, union, with_tokens
+from mstore.models.vocabulary.tokenizer import (
+    TOKENIZER,
+    Tokenizer,
+    merges_of,
+    union,
+    with_tokens,
+)
 from mstore.store.models import Input
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.phrases import Option
@@ -200,13 +206,6 @@ def with_new_decoder(raw: bytes, added: Mapping[str, Mapping[str, Any]]) -> byte
     return json_bytes(fields)
 
 
-def merges_of(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the merges, in order.  Raises ValueError or TypeError for one that is none."""
-    for one in model.get("merges", ()):
-        left, right = one.split(" ") if isinstance(one, str) else one
-        yield str(left), str(right)
-
-
 # -- details --------------------------------------------------------------------------------------
 
 
@@ -338,7 +337,9 @@ Wishes = Mapping[str, tuple[Input | None, str | int | None, bool]]
 _MOST_PADDING = 1 << 16
 _SHOWN = 10
 """New tokens that a remark names."""
-_SAVE = f"save its tokenizer with transformers once, which writes {TOKENIZER}, and add it again"
+NO_TOKENIZER_HINT: Final = (
+    f"save its tokenizer with transformers once, which writes {TOKENIZER}, and add it again"
+)
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -378,7 +379,7 @@ class Target(msgspec.Struct, frozen=True):
             raise Incompatible(
                 f"has no {TOKENIZER}, so its tokens are not known",
                 where=base.name,
-                hint=_SAVE,
+                hint=NO_TOKENIZER_HINT,
             )
         for one in unknown:
             if known and one.rows != base.rows:
@@ -386,7 +387,7 @@ class Target(msgspec.Struct, frozen=True):
                     f"has no {TOKENIZER}, and {one.rows} rows, not the base's {base.rows}: which "
                     "tokens they are is not known",
                     where=one.name,
-                    hint=_SAVE,
+                    hint=NO_TOKENIZER_HINT,
                 )
         without = [one.name for one in unknown]
         told = f"{', '.join(without)}: no {TOKENIZER}; the tokens are taken to be the base's"
@@ -428,14 +429,7 @@ class Target(msgspec.Struct, frozen=True):
         remarks += _told_of_dropped(members, ids)
         length = max(ids.values(), default=-1) + 1
         rows = max(length, own.rows) if asked.keep_padding and not is_reduced else length
-        if asked.pad_to is not None:
-            if not 0 < asked.pad_to <= _MOST_PADDING:
-                raise BadRequest(
-                    f"rows are rounded up to a multiple of 1 to {_MOST_PADDING}, not "
-                    f"{asked.pad_to!r}",
-                    where=Option("pad_to"),
-                )
-            rows = -(-rows // asked.pad_to) * asked.pad_to
+        rows = padded(rows, asked.pad_to)
         told = f"those of {own.name}"
         if source is None:
             told = f"those of {', '.join(one.name for one in members)}"
@@ -443,6 +437,18 @@ class Target(msgspec.Struct, frozen=True):
         if is_reduced:
             told = f"common to {', '.join(one.name for one in members)}"
         return cls(own, tokenizer, ids, length, rows, is_new, template, is_reduced, told, remarks)
+
+
+def padded(rows: int, multiple: int | None) -> int:
+    """Return a number of rows, rounded up to a multiple if one is given.  Raises BadRequest."""
+    if multiple is None:
+        return rows
+    if not 0 < multiple <= _MOST_PADDING:
+        raise BadRequest(
+            f"rows are rounded up to a multiple of 1 to {_MOST_PADDING}, not {multiple!r}",
+            where=Option("pad_to"),
+        )
+    return -(-rows // multiple) * multiple
 
 
 def _with_asked(

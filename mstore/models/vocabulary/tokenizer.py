@@ -8,7 +8,7 @@ is.  Untrusted: sizes are limited, and anything unexpected is Incompatible.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -87,6 +87,13 @@ def parse(raw: bytes, where: str) -> Tokenizer:
         if type(id) is not int or not 0 <= id < _MAX_ID:
             raise _unusable(f"has no number for the token {token[:40]!r}", where)
     return Tokenizer(ids, added, document)
+
+
+def merges_of(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the merges, in order.  Raises ValueError or TypeError for one that is none."""
+    for one in model.get("merges", ()):
+        left, right = one.split(" ") if isinstance(one, str) else one
+        yield str(left), str(right)
 
 
 def union(base: Tokenizer, others: Sequence[Tokenizer]) -> Tokenizer:
