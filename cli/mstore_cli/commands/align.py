@@ -136,10 +136,10 @@ def align(
         )
         _transplant(session, base, asked, name)
         return
-    if not expert:
-        raise UsageError("--expert is missing", hint="mstore align --help")
     if name is not None:
         raise UsageError("--name is of --transplant; aligned models are branches below aligned/")
+    if not expert:
+        raise UsageError("--expert is missing", hint="mstore align --help")
     experts = experts_of(expert)
     vocabulary = Vocabulary(source=vocab, pad_to=pad_to, keep_padding=not drop_padding)
     with session.open() as store, session.progress() as tick:
