@@ -244,6 +244,13 @@ out_dtype: bfloat16
 """
 
 
+CIRCLE = """\
+{{name: first, merge_method: linear, models: [{{model: third, parameters: {{weight: 1}}}}]}}
+---
+{{name: third, merge_method: linear, models: [{{model: first, parameters: {{weight: 1}}}}]}}
+"""
+
+
 @pytest.mark.rest
 def test_recipes_of_one_file_run_in_order(
     filled: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,10 +274,33 @@ def test_recipes_of_one_file_run_in_order(
     assert "several recipes" in refused.err
 
 
+def test_recipes_of_one_file_run_as_they_need_each_other(filled: Program, tmp_path: Path) -> None:
+    """The order of recipes in a file means nothing; a file that is run again makes what changed."""
+    one, two = STEPS.split("---\n")
+    # That without a name is the result, also where another is the last that is needed by none.
+    turned = "---\n".join([two, one, one.replace("first", "unneeded")])
+    for name, text in (("org/all", STEPS), ("org/turned", turned)):
+        filled.succeed("merge", "--recipe", write(tmp_path, text), "--name", name)
+    assert filled.succeed("diff", "org/all", "org/turned", "-q").lines == []
+    before = filled.succeed("show", "org/all.first", "-q").lines
+    changed = write(
+        tmp_path,
+        STEPS.replace(
+            "model: first\n    parameters: {{weight: 0.5",
+            "model: first\n    parameters: {{weight: 0.25",
+        ),
+    )
+    filled.succeed("merge", "--recipe", changed, "--name", "org/all")
+    assert filled.succeed("show", "org/all.first", "-q").lines == before
+    assert filled.succeed("diff", "org/all", "org/turned", "-q").lines != []
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (STEPS.replace("name: first\n", ""), "each recipe of a file but the last has a name"),
+        (STEPS.replace("name: first\n", ""), "each recipe of a file but one has a name"),
+        (STEPS.replace("{math}", "first"), "line 4: recipes that need each other: first, first"),
+        (CIRCLE, "line 3: recipes that need each other: first, third, first"),
         (STEPS.replace("model: first", "model: second"), "second is neither a ref"),
         (STEPS.replace("task_arithmetic", "nobody"), "unknown method 'nobody'"),
         (f"{STEPS.partition('---')[0]}---\n{STEPS}", "a name of its own"),
@@ -284,3 +314,15 @@ def test_a_mistake_in_any_recipe_is_told_first(
     assert done.status
     assert what in done.err
     assert filled("show", "org/all.first").status
+
+
+def test_a_recipe_of_bakllama(filled: Program, tmp_path: Path) -> None:
+    """Its slices are a stack, and `scale` is that of the down projections."""
+    text = (
+        "layer_slices:\n- {{model: {base}, start: 0, end: 3}}\n"
+        "- {{model: {math}, start: 1, end: 4}}\n"
+    )
+    filled.succeed("merge", "--recipe", write(tmp_path, text), "--name", "sliced")
+    assert "layers           6: org/base [0, 3], org/math [1, 4]" in (
+        filled.succeed("explain", "sliced").lines
+    )

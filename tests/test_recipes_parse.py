@@ -57,9 +57,33 @@ def test_several_documents() -> None:
     assert [recipe.line for recipe in parse(f"{one}---\n{one}---\n{one}", "r")] == [1, 4, 7]
 
 
+def test_recipes_of_bakllama() -> None:
+    """Layer slices are slices of one source, whose scale is that of the down projections."""
+    slices = "layer_slices:\n- {model: a, start: 0, end: 2, scale: 0.5}\n"
+    slices += "- {model: b, start: '1', end: 3, scale: null}\n"
+    sources = "embedding_source: a\nlm_head_source: b\n"
+    (recipe,) = parse(slices + sources + "int_space: 1\n", "r")
+    assert (recipe.method.text, recipe.base) == ("passthrough", None)
+    (first,), (second,) = (part.sources for part in recipe.slices)
+    assert (first.model.text, first.layers) == ("a", (0, 2))
+    (condition,) = first.settings["scale"].conditions
+    assert (condition.value, condition.filter) == (0.5, "down_proj")
+    assert (second.model.text, second.layers, second.settings) == ("b", (1, 3), {})
+    assert [one.line for one in recipe.ignored] == [6]
+
+
 @pytest.mark.parametrize(
     ("text", "line", "what"),
     [
+        ("layer_slices: []\n", 1, "has layer_slices"),
+        ("layer_slices:\n- {model: a, start: 0}\n", 2, "needs its end"),
+        ("layer_slices:\n- {model: a, start: 2, end: 2}\n", 2, "two whole numbers"),
+        ("layer_slices:\n- {model: a, start: 0, end: 2, scale: []}\n", 2, "scale"),
+        (
+            "layer_slices:\n- {model: a, start: 0, end: 2}\nlm_head_source: b\n",
+            3,
+            "lm_head_source of a stack is a, not b",
+        ),
         ("", None, "empty"),
         ("# only a comment\n", None, "empty"),
         ("models: [", 1, "not YAML"),

@@ -544,12 +544,14 @@ class Wanted:
             allow_missing=self.allow_missing,
         )
 
-    def steps(self) -> list[str | None]:
-        """Return the names of the recipes of the file, in their order; None: without a name."""
+    def steps(self) -> dict[int, str | None]:
+        """Return the names of the recipes of the file by number, in an order to merge in."""
         if self.recipe is None:
-            return [None]
+            return {0: None}
         found = documents(self._text(self.recipe))
-        return [None if one.name is None else one.name.text for one in found]
+        return {
+            number: None if one.name is None else one.name.text for number, one in found.items()
+        }
 
     def _text(self, file: str) -> RecipeText:
         """Read the recipe once: it may be standard input."""
@@ -571,7 +573,7 @@ class Wanted:
         """Return the request: `limits` with what to merge.
 
         result: the branch of the result, if it has one. step: which recipe of the file. earlier:
-        refs of the merges of those before it, by name.
+        refs of the merges that it may need, by name.
 
         Adds directories of a recipe, and aligns vocabularies.  Raises BadRequest, NotFound,
         Incompatible.

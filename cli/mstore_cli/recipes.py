@@ -130,8 +130,8 @@ class RecipeText(msgspec.Struct, frozen=True):
             raise BadRequest("not a recipe: not a text file", where=where) from error
 
 
-def documents(recipe: RecipeText) -> tuple[Recipe, ...]:
-    """Return the recipes of a file, in their order.  Raises BadRequest."""
+def documents(recipe: RecipeText) -> dict[int, Recipe]:
+    """Return the recipes of a file by number, in an order to merge in.  Raises BadRequest."""
     from mstore.merge.planning.recipes import checked
 
     return checked(recipe.text, where=recipe.where, strict=recipe.strict)
@@ -151,7 +151,7 @@ def request_of_recipe(
     Adds the directories that it names as models, makes the models that must be made first, and
     aligns vocabularies if the recipe says so.
 
-    earlier: refs of the merges of those before it, by name.  Raises BadRequest, NotFound and
+    earlier: refs of the merges that it may need, by name.  Raises BadRequest, NotFound and
     whatever adding raises.
     """
     from mstore.merge.recipes.recipe import at
@@ -160,9 +160,9 @@ def request_of_recipe(
     # Whatever is wrong with any of them must be known before anything is added.
     every = documents(recipe)
     models = _Models(session, store, recipe, earlier)
-    if document == 0:
-        names = {one.name.text for one in every[:-1] if one.name is not None}
-        for one in every[1:]:
+    if not earlier and len(every) > 1:
+        names = {one.name.text for one in every.values() if one.name is not None}
+        for one in every.values():
             models.require(one, but=names)
     revisions = models.found(every[document])
     found = _read(session, store, recipe, document, revisions, allow_nonfinite=allow_nonfinite)
@@ -189,7 +189,7 @@ def models_of_template(session: Session, store: Store, recipe: RecipeText) -> di
     """
     template = store.read_template(recipe.text, where=recipe.where)
     filled = msgspec.structs.replace(recipe, text=template.fill(template.start()))
-    (only,) = documents(filled)
+    (only,) = documents(filled).values()
     revisions = _Models(session, store, filled, {}).found(only)
     _read(session, store, filled, 0, revisions, allow_nonfinite=False)
     return revisions

@@ -121,8 +121,8 @@ class Merging(Exchanging):
 
         where: the name of its file, for errors, which name the line too.
         models: revisions by the recipe's names of models; other names are revisions themselves.
-        document: which one, from 0, where there are several in the text.  A later one may name the
-        merge of an earlier one: give its revision in `models`.
+        document: which one, from 0, where there are several in the text.  One may name the merge
+        of another: give its revision in `models`.
         strict: whether to refuse keys and parameters that mergekit ignores, such as misspelt ones;
         else a remark names each with its line.
 
@@ -137,6 +137,13 @@ class Merging(Exchanging):
         return request_of(
             self._catalog, text, where=where, models=models or {}, document=document, strict=strict
         )
+
+    def _layers_of(self, revision: Revision) -> int | None:
+        """Return how many layers the main stack of a model has; None if it has none, or several."""
+        from mstore.merge.planning.recipes import layers_in
+
+        snapshot = self._whole(revision).snapshot
+        return layers_in(self._catalog, self._catalog.snapshot(snapshot).manifest_id())
 
     def prepare_recipe(
         self,

@@ -39,19 +39,11 @@ class Searching(Judging, Merging):
         Raises BadRequest for what is none, NotFound (a model of such a config, whose layers must be
         counted).
         """
-        from mstore.merge.recipes.layers import ModelLayers, layers_of
         from mstore.search.genome import read_template
-        from mstore.store.models import config_of, snapshot_of, tensors_of
 
-        def layers(model: str) -> int | None:
-            revision = (models or {}).get(model, model)
-            snapshot = self._catalog.resolve(snapshot_of(revision))
-            record = self._catalog.manifest(self._catalog.snapshot(snapshot).manifest_id())
-            found = layers_of(config_of(self._catalog, record))
-            layout = ModelLayers.of(tensors_of(self._catalog, record), found)
-            return None if layout.main is None else layout.stacks[layout.main]
-
-        return read_template(text, where, layers)
+        return read_template(
+            text, where, lambda model: self._layers_of((models or {}).get(model, model))
+        )
 
     def search(
         self,

@@ -137,8 +137,8 @@ def merge(
     An expert is a fine-tune of the base, or a LoRA adapter of it. Give --base, --expert and
     --method, or a recipe of mergekit with --recipe, or --plan. A merge
     never reads more from experts than its plan says. Models of a recipe are refs of the store, or
-    directories, which are added first. Of several recipes in one file, each but the last has a
-    name, and is merged as REF.NAME.
+    directories, which are added first. Of several recipes in one file, that without a name is the
+    result; each other is merged as REF.NAME.
 
     With --check, the result becomes a candidate first: the command sees its files, and the branch
     moves only if it ends with 0 and every --min holds. Else the branch stays, and the exit status
@@ -170,7 +170,8 @@ def merge(
                     hint="leave out --cluster, or give one document at a time",
                 )
             earlier: dict[str, str] = {}
-            for number, step in enumerate(steps[:-1]):
+            *needed, (last, _) = steps.items()
+            for number, step in needed:
                 own = wanted.request(
                     *(session, store, request),
                     step=number,
@@ -196,7 +197,7 @@ def merge(
             request = wanted.request(
                 *(session, store, request),
                 result=name,
-                step=len(steps) - 1,
+                step=last,
                 earlier=earlier,
                 allow_nonfinite=allow_nonfinite,
             )

@@ -8,7 +8,7 @@ Does not own what a recipe means, nor which models it needs (`recipes.prepared`)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import msgspec
@@ -152,25 +152,54 @@ def _revisions(recipe: Recipe, models: Mapping[str, str]) -> dict[str, str]:
     return {one.text: models.get(one.text, one.text) for one in recipe.named()}
 
 
-def checked(text: str, *, where: str, strict: bool) -> tuple[Recipe, ...]:
-    """Return the recipes of a file, checked as far as they can be without their models.
+def checked(text: str, *, where: str, strict: bool) -> dict[int, Recipe]:
+    """Return the recipes of a file by number, checked as far as they can be without their models.
 
-    A later one may name the merge of an earlier one by that one's name.  Raises BadRequest that
-    names the line.
+    Their order is one to merge in: one may name the merge of another by that one's name.  Raises
+    BadRequest that names the line.
     """
     recipes = parse(text, where, strict=strict)
-    names: set[str] = set()
-    for recipe in recipes[:-1]:
-        if recipe.name is None or recipe.name.text in names:
+    # The name of one recipe alone means nothing.
+    found = {0: recipes[0]} if len(recipes) == 1 else _in_order(recipes)
+    for recipe in found.values():
+        _check(recipe)
+    return found
+
+
+def _in_order(recipes: Sequence[Recipe]) -> dict[int, Recipe]:
+    """Return recipes by number, each after those that it names, the one without a name last."""
+    numbers: dict[str | None, int] = {}
+    for number, recipe in enumerate(recipes):
+        name = None if recipe.name is None else recipe.name.text
+        if name in numbers:
             raise BadRequest(
-                "each recipe of a file but the last has a name of its own, for those after it",
+                "each recipe of a file but one has a name of its own, for those that need it",
                 where=at(recipe.where, recipe.line if recipe.name is None else recipe.name.line),
                 hint="name: step1",
             )
-        names.add(recipe.name.text)
-    for recipe in recipes:
-        _check(recipe)
-    return recipes
+        numbers[name] = number
+    found: dict[int, Recipe] = {}
+    above: list[int] = []
+
+    def take(number: int) -> None:
+        above.append(number)
+        for model in recipes[number].named():
+            other = numbers.get(model.text)
+            if other in above:
+                circle = [str(recipes[one].name) for one in above[above.index(other) :]]
+                raise BadRequest(
+                    f"recipes that need each other: {', '.join([*circle, model.text])}",
+                    where=at(recipes[number].where, model.line),
+                )
+            if other is not None and other not in found:
+                take(other)
+        above.pop()
+        found[number] = recipes[number]
+
+    for number in sorted(numbers.values(), key=lambda one: recipes[one].name is None):
+        if number not in found:
+            take(number)
+    return found
 
 
 def _check(recipe: Recipe) -> None:
@@ -246,6 +275,13 @@ def _parameters() -> frozenset[str]:
 # -- what is made first ------------------------------------------------------------------------
 
 
+def layers_in(catalog: Catalog, manifest: ManifestId) -> int | None:
+    """Return how many layers the main stack of a model has; None if it has none, or several."""
+    record = catalog.manifest(manifest)
+    layout = ModelLayers.of(tensors_of(catalog, record), layers_of(config_of(catalog, record)))
+    return None if layout.main is None else layout.stacks[layout.main]
+
+
 def _manifests_of(
     catalog: Catalog, recipe: Recipe, revisions: Mapping[str, str]
 ) -> dict[str, ManifestId]:
@@ -262,14 +298,13 @@ def _prepared(
     manifests = _manifests_of(catalog, recipe, revisions)
     _require_adapters(catalog, recipe, manifests)
 
-    @cache
-    def layers_in(manifest: ManifestId) -> int | None:
-        record = catalog.manifest(manifest)
-        layout = ModelLayers.of(tensors_of(catalog, record), layers_of(config_of(catalog, record)))
-        return None if layout.main is None else layout.stacks[layout.main]
+    counts: dict[ManifestId, int | None] = {}
 
     def layers(model: Text) -> int | None:
-        return layers_in(manifests[model.text])
+        manifest = manifests[model.text]
+        if manifest not in counts:
+            counts[manifest] = layers_in(catalog, manifest)
+        return counts[manifest]
 
     def same(one: Text, other: Text) -> bool:
         return manifests[one.text] == manifests[other.text]

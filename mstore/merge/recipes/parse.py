@@ -41,6 +41,8 @@ _KEYS: Final = (
     *("out_dtype", "tokenizer_source", "tokenizer", "chat_template", "name", "companions"),
 )
 _OF_MIXTURES: Final = ("gate_mode", "experts")
+_LAYER_SLICES: Final = "layer_slices"
+"""The key of recipes of bakllama."""
 _SEED: Final = "the seed is a parameter of the method: parameters, then seed"
 _SHOWN = 60
 _ZERO: Final = "zero"
@@ -162,6 +164,8 @@ class _Document(DocumentReader):
                 where=at(self._where, node.line),
                 hint=Call("plan_moe", ("TEXT",)),
             )
+        if _LAYER_SLICES in keys and "merge_method" not in keys:
+            return self._bakllama(node)
         fields = self.fields(node, "a recipe", _KEYS)
         if "merge_method" not in fields:
             raise self.lacking("a recipe names its merge_method", node)
@@ -190,6 +194,55 @@ class _Document(DocumentReader):
             strict=self._strict,
             companions=self._companions(fields.get("companions")),
         )
+
+    def _bakllama(self, node: Node) -> Recipe:
+        """Parse a recipe of bakllama: a stack of layers, whose down projections may be scaled."""
+        known = (_LAYER_SLICES, "embedding_source", "lm_head_source")
+        fields = self.fields(node, "a recipe of bakllama", known)
+        slices = self.items(fields, _LAYER_SLICES, self._layer_slice)
+        if not slices:
+            raise self.lacking("a recipe of bakllama has layer_slices", node)
+        # Its program reads both and uses neither: a stack has them of its first and last slice.
+        for key, place in (("embedding_source", slices[0]), ("lm_head_source", slices[-1])):
+            given = self.maybe(fields, key, self.adapted)
+            used = place.sources[0].model
+            if given is not None and given.text != used.text:
+                raise self.refused(f"{key} of a stack is {used}, not {given}", fields[key])
+        return Recipe(
+            where=self._where,
+            line=node.line,
+            method=Text("passthrough", node.line),
+            base=None,
+            models=(),
+            slices=slices,
+            modules=(),
+            settings={},
+            dtype=None,
+            out_dtype=None,
+            tokenizer=None,
+            template=None,
+            name=None,
+            ignored=tuple(sorted(self._ignored, key=lambda one: one.line)),
+            strict=self._strict,
+        )
+
+    def _layer_slice(self, node: Node) -> RecipeSlice:
+        fields = self.fields(node, "a layer slice", ("model", "start", "end", "scale"))
+        for key in ("model", "start", "end"):
+            if key not in fields:
+                raise self.lacking(f"a layer slice needs its {key}", node)
+        first, end = (self._layer(fields[key]) for key in ("start", "end"))
+        if first is None or end is None or not 0 <= first < end:
+            raise self.refused(
+                "start and end are two whole numbers, the end larger than the start", node
+            )
+        settings: Settings = {}
+        scale = fields.get("scale")
+        if scale is not None and not _is_null(scale):
+            condition = Condition(self._single(scale, "scale"), "down_proj", scale.line)
+            settings = {"scale": Setting((condition,), scale.line)}
+        model = self.adapted(fields["model"])
+        return RecipeSlice((Source(model, settings, (first, end), node.line),), {}, None, node.line)
 
     def _companions(self, node: Node | None) -> tuple[tuple[Text, Text], ...]:
         if node is None or _is_null(node):
