@@ -1,4 +1,4 @@
-"""mergekit's other programs that read recipes: multi and bakllama.
+"""mergekit's other programs that write or read recipes: layershuffle, multi and bakllama.
 
 Each is run as its users run it, and mstore from the same recipe.
 """
@@ -9,14 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from compare import assert_same
-from mergekit.scripts import bakllama, multimerge
+from mergekit.scripts import bakllama, layershuffle, multimerge
 from pydantic import ValidationError
 from safetensors.torch import load_file
-from test_recipes import Place
+from test_recipes import LAYERS, MEMBERS, Place
 
 from mstore import Store
 
@@ -26,6 +27,44 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     made = Place(tmp_path_factory.mktemp("programs"))
     yield made
     made.store.close()
+
+
+# -- layershuffle --------------------------------------------------------------------------------
+
+
+class Counted:
+    """What mergekit-layershuffle asks of an architecture, and its own has not."""
+
+    def num_layers(self, _: Any) -> int:
+        return LAYERS
+
+
+@pytest.mark.parametrize("more", [[], ["--full-random"]])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_shuffle_of_mergekit(
+    seed: int, more: list[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mergekit-layershuffle of 0.1.5 fails where it counts layers; once they are counted for it,
+    the recipe that it prints gives its model."""
+    words = [word for name in MEMBERS for word in ("-m", str(place.family.path(name)), "-w", "0.5")]
+    line = ["none", *words, "--dry-run", "--print-yaml", "--random-seed", str(seed), *more]
+    assert isinstance(CliRunner().invoke(layershuffle.main, line).exception, AttributeError)
+    monkeypatch.setattr(layershuffle, "arch_info_for_config", lambda _: Counted())
+    text = CliRunner().invoke(layershuffle.main, line, catch_exceptions=False).output
+    assert_same(place.ours(text), place.theirs(text))
+
+
+@pytest.mark.parametrize("full_random", [False, True])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_shuffle_of_mstore(seed: int, full_random: bool, place: Place) -> None:
+    """mergekit makes the same model of the recipe that mstore's shuffle prints."""
+    text = place.store.shuffle(
+        [("base", 0.5), ("math", 0.75), ("code", 0.5)], seed=seed, full_random=full_random
+    )
+    for member in MEMBERS:
+        text = text.replace(f'"{member}"', f'"{place.family.path(member)}"')
+    text += "dtype: float32\n"
+    assert_same(place.ours(text), place.theirs(text))
 
 
 # -- multi ---------------------------------------------------------------------------------------

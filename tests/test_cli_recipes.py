@@ -316,6 +316,23 @@ def test_a_mistake_in_any_recipe_is_told_first(
     assert filled("show", "org/all.first").status
 
 
+def test_a_shuffle_is_piped_to_merge(
+    filled: Program, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`shuffle` prints a recipe that `merge --recipe -` takes; its JSON has the same text; options
+    of mergekit-layershuffle and directories have a hint."""
+    asked = ("shuffle", "--expert", "org/math", "--expert", "org/code=2", "--seed", "4")
+    text = filled.succeed(*asked).out
+    assert filled.succeed(*asked, "--json").document == {"recipe": text}
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    done = filled.succeed("merge", "--recipe", "-", "--name", "org/drawn", "--json").document
+    assert (done["method"], done["planned_expert_bytes"]) == ("passthrough", 0)
+    assert "--expert org/math" in filled("shuffle", "--model", "org/math").err
+    directory = checkpoints / "math"
+    told = filled("shuffle", "--expert", directory).err
+    assert f"add {directory} --name math" in told
+
+
 def test_a_recipe_of_bakllama(filled: Program, tmp_path: Path) -> None:
     """Its slices are a stack, and `scale` is that of the down projections."""
     text = (

@@ -247,6 +247,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "align": keys_of(reports.AlignReport),
     "align --transplant": keys_of(reports.TransplantReport),
     "cast": keys_of(reports.CastReport),
+    "shuffle": (Key("recipe", "text", "YAML, as mergekit reads it"),),
     "moe": (Key("made", "list of merge", "the mixture, or its experts; each as of `merge`"),),
     "extract-lora": keys_of(reports.ExtractReport),
     "combine-adapters": keys_of(reports.CombineReport),

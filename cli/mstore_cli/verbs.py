@@ -9,7 +9,7 @@ GROUPS = {
     "Merge": ("plan", "merge", "methods", "plans"),
     "Prepare a merge": (
         *("check-merge", "analyze", "align", "cast", "extract-lora", "combine-adapters"),
-        "moe",
+        *("shuffle", "moe"),
     ),
     "Look": ("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe", "report"),
     "Judge": ("eval", "metrics", "gate", "gate run", "gate drop", "gate require"),

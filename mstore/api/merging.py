@@ -45,7 +45,13 @@ if TYPE_CHECKING:
     from mstore.models.vocabulary.align import AlignReport
     from mstore.models.vocabulary.transplant import TransplantReport
     from mstore.terms.report import ProgressCallback
-    from mstore.terms.requests import MergeRequest, RecipeRequest, Transplant, Vocabulary
+    from mstore.terms.requests import (
+        Experts,
+        MergeRequest,
+        RecipeRequest,
+        Transplant,
+        Vocabulary,
+    )
 
 T = TypeVar("T")
 
@@ -137,6 +143,31 @@ class Merging(Exchanging):
         return request_of(
             self._catalog, text, where=where, models=models or {}, document=document, strict=strict
         )
+
+    def shuffle(self, experts: Experts, *, seed: int = 0, full_random: bool = False) -> str:
+        """Return the recipe of a stack whose layers are drawn from models, for `read_recipe`.
+
+        experts: the models, as for `MergeRequest`. The layer at each place is that of one of them,
+        drawn by weight; embeddings are from the model of the first layer, norm and head from that
+        of the last, and all other files from the first expert.
+        seed: equal arguments give equal recipes.
+        full_random: int(layers * weight) layers of each model instead, each drawn from all of its
+        layers, in an order that is drawn.
+
+        Raises BadRequest, NotFound.
+        """
+        from mstore.merge.recipes.shuffle import Shuffled, shuffled
+        from mstore.terms.requests import weighted
+
+        models = []
+        for revision, weight in weighted(experts):
+            name = revision if isinstance(revision, str) else self._whole(revision).name
+            # A model with an adapter (MODEL+ADAPTER) has the layers of the model.
+            layers = self._layers_of(name.partition("+")[0])
+            if layers is None:
+                raise BadRequest("it has not one stack of layers", where=name)
+            models.append(Shuffled(name, weight, layers))
+        return shuffled(models, seed, full_random=full_random)
 
     def _layers_of(self, revision: Revision) -> int | None:
         """Return how many layers the main stack of a model has; None if it has none, or several."""

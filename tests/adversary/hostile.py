@@ -88,6 +88,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "plans": ("plans",),
     "merge": (*_MERGE, "--param", "normalize=false", "--name", "again", "--candidate", "run"),
     "materialize": ("materialize", "virtual"),
+    "shuffle": ("shuffle", "--expert", "base", "--expert", "tuned"),
     "moe": ("moe", "--unpack", "base", "--name", "parts"),
     "extract-lora": ("extract-lora", "tuned", "--base", "base", "--rank", "2", "--name", "lora"),
     "combine-adapters": ("combine-adapters", "--adapter", "base", "--adapter", "third"),

@@ -86,6 +86,20 @@ def named(text: str, refs: Mapping[str, str]) -> str:
     return changed if changed == text else changed.replace(*HEAD, 1)
 
 
+def stacked(layers: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """Yield the slices of a stack of layers, each given as model and number: runs in one piece."""
+    yield "slices:"
+    start = 0
+    for end in range(1, len(layers) + 1):
+        model, first = layers[start]
+        if end < len(layers) and layers[end] == (model, first + end - start):
+            continue
+        yield "- sources:"
+        yield f"  - model: {json.dumps(model)}"
+        yield f"    layer_range: [{first}, {first + end - start}]"
+        start = end
+
+
 def _named(one: PlanInput) -> str:
     """Return an input as a recipe names it: by the id of its content, and its model."""
     return one.manifest_id().hex() + ("" if one.model is None else f":{one.model}")
@@ -177,18 +191,9 @@ class _Writer:
     def _slices(self) -> Iterator[str]:
         """Yield the runs of layers, and the model that the other files are from."""
         plan = self._plan
-        members = [*(expert.manifest_id() for expert in plan.inputs)]
+        members = [expert.manifest_id().hex() for expert in plan.inputs]
         yield f"base_model: {json.dumps(plan.base_id().hex())}"
-        yield "slices:"
-        start = 0
-        for end in range(1, len(plan.layers) + 1):
-            member, first = plan.layers[start]
-            if end < len(plan.layers) and plan.layers[end] == (member, first + end - start):
-                continue
-            yield "- sources:"
-            yield f"  - model: {json.dumps(members[member].hex())}"
-            yield f"    layer_range: [{first}, {first + end - start}]"
-            start = end
+        yield from stacked([(members[member], layer) for member, layer in plan.layers])
 
     def _of_model(self, number: int) -> Iterator[tuple[str, Given, _Differing]]:
         if self._method.weighted:
