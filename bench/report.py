@@ -39,6 +39,7 @@ import page_refs
 import page_remote
 import page_search
 import page_segments
+import page_shuffle
 import page_small
 import page_small_calls
 import page_spine
@@ -87,6 +88,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "large": page_large.section,
     "search": page_search.section,
     "quality": page_quality.section,
+    "shuffle": page_shuffle.section,
     "incremental": page_incremental.section,
 }
 
