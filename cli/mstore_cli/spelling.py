@@ -51,6 +51,7 @@ _FLAGS: Final[Mapping[str, str]] = {
     "pull_request": "--pr",
     "report_command": "--report-eval",
     "sources": "--from",
+    "tokens": "--token",
     "vocabulary": "--vocab",
 }
 """Options whose flag is not their name with two dashes."""

@@ -45,7 +45,7 @@ from mstore.store.tied import HEAD
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import SnapshotId, TensorId
-from mstore.terms.phrases import Option, few
+from mstore.terms.phrases import Option, few, phrase
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 from mstore.terms.requests import (
     APPROXIMATIONS,
@@ -329,7 +329,8 @@ def _combined(
         found = combinations.read(catalog, snapshot, branch, counts)
         return found, _Stored(branch, snapshot)
     made: dict[str, Combinations] = {}
-    tick = ProgressCounter("pursue", sum(len(one.missing) for one in places.values()), progress)
+    total = sum(one.donor.raw.shape[1] * len(one.missing) for one in places.values())
+    tick = ProgressCounter("pursue", total, progress)
     for role, place in places.items():
         if asked.approximation == SUBWORD:
             pieces = [own.spelling.pieces(texts[at]) for at in place.missing.tolist()]
@@ -355,7 +356,7 @@ def _pursued(k: int, place: _Place, tick: ProgressCounter) -> Combinations:
     found: list[tuple[Numbers, Singles]] = []
     for taken, factors in pursue(targets, atoms, k, excluded):
         found.append((taken, factors))
-        tick(len(taken))
+        tick(len(taken) * place.donor.raw.shape[1])
     rows = np.concatenate([one for one, _ in found]) if found else np.zeros((0, 1), np.int64)
     factors = np.concatenate([one for _, one in found]) if found else np.zeros((0, 1), np.float32)
     return Combinations(tokens, place.rows[theirs][rows], factors, len(held))
@@ -487,7 +488,12 @@ class _Files:
         if id not in self._ids:
             told = "no token" if id not in self._names else f"{self._names[id]}, which it lacks"
             raise Incompatible(
-                f"{place} of {self._model.name} is {id}: {told}", where=self._donor.name
+                f"{place} of {self._model.name} is {id}: {told}",
+                where=self._donor.name,
+                hint=phrase(
+                    "{tokens} gives its row to a token NEW of the donor",
+                    tokens=Option("tokens", f"NEW={self._names.get(id, 'OLD')}"),
+                ),
             )
         return self._ids[id]
 
