@@ -11,67 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_runs import Program
+from moe_models import CONFIGS, logits, with_words, write
 from safetensors.numpy import load_file, save_file
+from small_models import files_of
 
 from mstore import Store
+from mstore.merge.moe.noise import Noise
 from mstore.merge.moe.recipe import parse_moe
 from mstore.merge.running.commit import MergeReport
 from mstore.store.models import tensors_of
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
 from mstore_cli.keys import keys_of
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", SIZES),
-    "mistral": ("MistralConfig", SIZES),
-    "qwen2": ("Qwen2Config", SIZES),
-    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 16}),
-}
 MIXTURES = {"llama": "mixtral", "mistral": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
-PROMPT = [[1, 5, 9, 20, 33, 7]]
 CLOSE = 2e-6
 """How far logits in float32 may lie apart: sums of the same numbers in another order."""
-
-
-def write(directory: Path, kind: str, seed: int, *, like: Path | None = None) -> Path:
-    """A small model; `like` another, with other MLPs."""
-    import torch
-    import transformers
-
-    torch.manual_seed(seed)
-    name, sizes = CONFIGS[kind]
-    classes = transformers.AutoModelForCausalLM
-    model = classes.from_config(getattr(transformers, name)(**sizes), dtype=torch.float32)
-    if like is not None:
-        other = classes.from_pretrained(like, dtype=torch.float32).state_dict()
-        own = model.state_dict()
-        model.load_state_dict({k: v if ".mlp." in k else other[k] for k, v in own.items()})
-    model.save_pretrained(directory)
-    return directory
-
-
-def logits(directory: Path) -> Any:
-    """What transformers computes, with no weight missing or left over."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model, told = AutoModelForCausalLM.from_pretrained(
-        directory, output_loading_info=True, dtype=torch.float32
-    )
-    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        assert not told[key], (key, told[key])
-    with torch.no_grad():
-        return model(torch.tensor(PROMPT)).logits.numpy()
 
 
 @pytest.fixture
@@ -92,10 +46,10 @@ def recipe(experts: list[dict[str, Any]], **more: Any) -> str:
     return json.dumps({"base_model": "base", "gate_mode": "random", "experts": experts} | more)
 
 
-def made(store: Store, text: str, name: str = "moe", **options: Any) -> Any:
+def made(store: Store, text: str, name: str = "moe", seed: int = 0, **options: Any) -> Any:
     """The mixture, merged."""
-    store.prepare_moe(text)
-    return store.merge(store.plan_moe(text, **options), name=name)
+    store.prepare_moe(text, seed=seed)
+    return store.merge(store.plan_moe(text, seed=seed, **options), name=name)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -198,6 +152,120 @@ def test_an_adapter_of_mlps_is_an_expert(store: Store, tmp_path: Path) -> None:
     np.testing.assert_allclose(gates[1] - gates[0], left @ right, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("own", "asked"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_another_type_is_a_cast_first(own: str, asked: str, store: Store, tmp_path: Path) -> None:
+    """Every model is cast once; elements are those that torch makes of the models' own."""
+    import torch
+
+    base = write(tmp_path / "base", "llama", 1, dtype=own)
+    code = write(tmp_path / "code", "llama", 2, like=base, dtype=own)
+    for one in (base, code):
+        store.add(one, name=one.name)
+    text = recipe(EXPERTS, dtype=asked)
+    with pytest.raises(NotFound, match=f"base in {asked}, which is not made yet"):
+        store.plan_moe(text)
+    assert [one.name for one in store.prepare_moe(text)] == [
+        f"base in {asked}",
+        f"code in {asked}",
+    ]
+    assert made(store, text).remarks == ()
+    assert not any(one.new_snapshot or one.bytes_written for one in store.prepare_moe(text))
+    store.checkout("moe", tmp_path / "moe")
+    assert json.loads((tmp_path / "moe" / "config.json").read_text())["dtype"] == asked
+    found = torch_tensors(tmp_path / "moe")
+    assert {one.dtype for one in found.values()} == {getattr(torch, asked)}
+    for number, name in enumerate(("base", "code")):
+        theirs = torch_tensors(tmp_path / name)["model.layers.1.mlp.up_proj.weight"]
+        ours = found[f"model.layers.1.block_sparse_moe.experts.{number}.w3.weight"]
+        assert torch.equal(ours, theirs.to(ours.dtype))
+
+
+def test_experts_of_other_types_get_that_of_the_base(store: Store, tmp_path: Path) -> None:
+    """Without a dtype in the recipe the mixture has the base's."""
+    base = write(tmp_path / "base", "llama", 1, dtype="bfloat16")
+    store.add(base, name="base")
+    store.add(write(tmp_path / "code", "llama", 2, like=base), name="code")
+    made(store, recipe(EXPERTS))
+    store.checkout("moe", tmp_path / "moe")
+    assert {str(one.dtype) for one in torch_tensors(tmp_path / "moe").values()} == {
+        "torch.bfloat16"
+    }
+
+
+def torch_tensors(directory: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint."""
+    from safetensors.torch import load_file as load
+
+    found: dict[str, Any] = {}
+    for file in directory.glob("*.safetensors"):
+        found |= load(file)
+    return found
+
+
+def test_noise_makes_copies_differ(store: Store, tmp_path: Path) -> None:
+    """Each MLP of each expert has noise of its own, of the deviation that the recipe says and near
+    to a normal one, and nothing else has any; a residual_scale is applied after it.
+    """
+    base = write(tmp_path / "base", "llama", 1)
+    store.add(base, name="base")
+    expert = {"source_model": "base", "noise_scale": 0.25}
+    made(store, recipe([expert, expert | {"residual_scale": 0.5}]))
+    parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    found = []
+    for layer in range(2):
+        for number in range(2):
+            for part, name in parts.items():
+                at = f"model.layers.{layer}"
+                own = store["base"].tensor(f"{at}.mlp.{name}.weight")
+                ours = store["moe"].tensor(f"{at}.block_sparse_moe.experts.{number}.{part}.weight")
+                scale = 0.5 if number and part == "w2" else 1
+                found.append((ours / scale - own).ravel() / 0.25)
+    numbers = np.stack(found).astype(np.float64)
+    off = 4 / np.sqrt(numbers.size)
+    assert abs(numbers.mean()) < off
+    assert abs(numbers.std() - 1) < off
+    assert abs((numbers**4).mean() - 3) < 0.2
+    correlations = np.corrcoef(numbers) - np.eye(len(found))
+    assert np.abs(correlations).max() < 5 / np.sqrt(numbers.shape[1])
+    neighbours = np.corrcoef(numbers[:, :-1].ravel(), numbers[:, 1:].ravel())[0, 1]
+    assert abs(neighbours) < off
+    at = "model.layers.0.self_attn.q_proj.weight"
+    assert (store["moe"].tensor(at) == store["base"].tensor(at)).all()
+    assert store.fsck(read_data=True).problems == ()
+
+
+def test_noise_follows_from_the_seed(tmp_path: Path) -> None:
+    """The same seed gives the same blocks in any store, of any block size, with any number of
+    threads; another one gives others.
+    """
+    write(tmp_path / "base", "llama", 1, dtype="bfloat16", shards="60KB")
+    expert = {"source_model": "base", "noise_scale": 0.1}
+    text = recipe([expert, expert])
+    found = {}
+    for name, seed, threads, size in (("a", 0, 1, 16), ("b", 0, 4, 18), ("c", 1, 1, 16)):
+        with Store.init(tmp_path / name, block_size=1 << size) as store:
+            store.add(tmp_path / "base", name="base")
+            first, second = store.prepare_moe(text, seed=seed, threads=threads)
+            assert not any(one.new_snapshot for one in store.prepare_moe(text, seed=seed))
+            assert (first.name, first.new_snapshot) == ("base with noise 0.1", True)
+            store.checkout(first.ref, tmp_path / f"{name}0")
+            store.checkout(second.ref, tmp_path / f"{name}1")
+    for number in range(2):
+        found = {name: files_of(tmp_path / f"{name}{number}") for name in "abc"}
+        assert found["a"] == found["b"] != found["c"]
+        assert len(found["a"]) > 4
+    assert files_of(tmp_path / "a0") != files_of(tmp_path / "a1")
+    with Store.open(tmp_path / "a") as store, pytest.raises(BadRequest, match="a seed is a number"):
+        store.prepare_moe(text, seed=-1)
+
+
+def test_noise_is_part_of_the_format() -> None:
+    """The draws of a seed are these numbers for ever."""
+    values = Noise(0.5, 7, 3).added("model.layers.0.mlp.up_proj.weight", np.zeros(4, np.float32), 5)
+    wanted = [0.5474319458007812, 0.12087249755859375, -0.7674026489257812, -0.6645965576171875]
+    assert values.tolist() == wanted
+
+
 def test_what_is_lost_is_told(store: Store, tmp_path: Path) -> None:
     """An expert that changed attention, too, is named with the tensors that stay the base's."""
     store.add(write(tmp_path / "base", "llama", 1), name="base")
@@ -257,8 +325,7 @@ def test_models_that_do_not_fit_are_refused(store: Store, tmp_path: Path) -> Non
         (recipe(EXPERTS[:1] * 2, architecture="qwen"), BadRequest, "exactly one shared expert"),
         (recipe(EXPERTS[:1] * 2, architecture="deepseek"), BadRequest, "are not made"),
         (recipe(EXPERTS[:1] * 2, architecture="xyz"), BadRequest, "no architecture of mixtures"),
-        (recipe(EXPERTS[:1] * 2, dtype="bfloat16"), BadRequest, "the recipe asks for bfloat16"),
-        (recipe([{"source_model": "base", "noise_scale": 0.1}] * 2), BadRequest, "noise_scale"),
+        (recipe(EXPERTS[:1] * 2, dtype="int8"), BadRequest, "cannot write dtype 'int8'"),
     ]
     for text, error, what in cases:
         with pytest.raises(error, match=what):
@@ -293,18 +360,7 @@ def test_from_the_command_line(store: Store, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def prompted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with a tokenizer of words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    directory = write(tmp_path_factory.mktemp("prompted") / "base", "llama", 1)
-    words = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(60))]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(directory)
-    return directory
+    return with_words(write(tmp_path_factory.mktemp("prompted") / "base", "llama", 1))
 
 
 def computed(base: Path, out: Path, prompts: list[list[str]], mode: str) -> dict[str, Any]:

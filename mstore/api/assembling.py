@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from mstore.api.merging import Merging
+from mstore.api.open_store import thread_count
 from mstore.store import contents
 from mstore.store import layout as layouts
 
 if TYPE_CHECKING:
     from mstore.blocks.schema import PlanInputs
+    from mstore.merge.moe.mixture import Copy
     from mstore.merge.planning.recipes import PreparedModel
     from mstore.merge.planning.report import PlanReport
     from mstore.store.models import Input
@@ -29,23 +31,66 @@ class Assembling(Merging):
         *,
         where: str = "the recipe",
         models: Mapping[str, str] | None = None,
+        seed: int = 0,
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> tuple[PreparedModel, ...]:
         """Make the models that must exist before a mixture can be planned.  Most need none.
 
-        Arguments as for `plan_moe`, which then finds them: experts with an adapter (MODEL+ADAPTER),
-        and experts with a `residual_scale`, each by a merge of its own on a branch below
-        `prepared/`.
+        Arguments as for `plan_moe`, which then finds them on branches below `prepared/`: models
+        with an adapter (MODEL+ADAPTER), experts with a `noise_scale` or a `residual_scale`, and
+        models that are cast, because their elements have another type than the recipe's `dtype`.
+        Of a model with several of these, each is made of the one before, in this order, which is
+        mergekit's.  What is there already stays.
 
-        Raises what `plan_moe`, `plan` and `merge` raise.
+        Raises what `plan_moe`, `plan`, `merge` and `cast` raise.
         """
-        from mstore.merge.moe.mixture import needed
+        from mstore.merge.moe.mixture import Copy, members
         from mstore.merge.moe.recipe import parse_moe
 
         layouts.require_writable(self._catalog.layout)
-        found = needed(parse_moe(text, where), self._finds(models or {}))
-        return self._prepared(found, allow_nonfinite=False, threads=threads, progress=progress)
+        found = members(self._catalog, parse_moe(text, where), self._finds(models or {}), seed)
+        made: list[PreparedModel] = []
+        for one in {step.ref: step for member in found for step in member.steps}.values():
+            if isinstance(one, Copy):
+                made.append(self._copied(one, threads, progress))
+            else:
+                made += self._prepared(
+                    [one], allow_nonfinite=False, threads=threads, progress=progress
+                )
+        return tuple(made)
+
+    def _copied(
+        self, one: Copy, threads: int | None, progress: ProgressCallback | None
+    ) -> PreparedModel:
+        from mstore.merge.moe.noise import store_noisy
+        from mstore.merge.planning.recipes import PreparedModel
+        from mstore.models.cast import cast
+
+        if self._catalog.ref(one.ref) is not None:
+            # The name follows from the content: nothing is computed again.
+            return PreparedModel(one.name, one.ref, self._catalog.resolve(one.ref), False, 0)
+        model, number = self._input(one.model), thread_count(threads)
+        with contents.held(self._catalog, [model.snapshot]):
+            if not isinstance(one.change, str):
+                return store_noisy(
+                    *(self._catalog, model, one.change, one.ref, one.name),
+                    threads=number,
+                    progress=progress,
+                )
+            made = cast(
+                self._catalog,
+                (model.name, model.snapshot),
+                dtype=one.change,
+                name=one.ref,
+                only=(),
+                skip=(),
+                message=one.name,
+                allow_nonfinite=False,
+                threads=number,
+                progress=progress,
+            )
+        return PreparedModel(one.name, one.ref, made.snapshot, True, made.bytes_written)
 
     def plan_moe(
         self,
@@ -65,7 +110,7 @@ class Assembling(Merging):
         other names are revisions themselves.
         routers: a checkpoint with `layers.N.router` (experts x hidden) for each layer, which
         `examples/routers.py` computes from the recipe's prompts; None for gate_mode `random` and
-        `uniform_random`, which are drawn from `seed`.
+        `uniform_random`, which are drawn from `seed`, as noise on experts is.
 
         Raises BadRequest for what is no recipe, NotFound for an unknown model, or one that
         `prepare_moe` must make first, Incompatible for models that do not fit, StorageFailed.

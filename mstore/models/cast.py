@@ -50,7 +50,7 @@ from mstore.models.scales import (
     quantization_of,
     scales_of,
 )
-from mstore.numeric.casts import SIZES, narrowed, widened
+from mstore.numeric.casts import SIZES, Values, narrowed, widened
 from mstore.numeric.codes import CASTABLE, CASTS, CODES, EIGHT_BITS
 from mstore.store.ahead import in_order
 from mstore.store.catalog import Catalog
@@ -142,7 +142,7 @@ def cast(
     with Transaction(catalog, f"cast {branch}") as transaction:
         current = branch_to_move(catalog, branch)
         with ThreadPoolExecutor(threads, "cast") as pool:
-            caster = Caster(catalog, transaction, dtype, pool)
+            caster = Caster(catalog, transaction, pool)
             run = _Caster(catalog, transaction, caster, plan, 2 * threads, progress)
             made = run.manifest()
         warnings = tuple(_overflow(run.overflowed, run.products, dtype))
@@ -449,16 +449,21 @@ class _Caster:
 _GROUP_BYTES: Final = 4 << 20
 
 
+Change = Callable[[Values, int], Values]
+"""Returns other elements in place of these, from a flat index on; called on threads."""
+
+
 class CastJob(msgspec.Struct, frozen=True):
     """A tensor to cast: the stored one, its scale if it has one, and the new one, without blocks.
 
-    begin: where the new tensor begins in its file.
+    begin: where the new tensor begins in its file. change: of elements, before they are rounded.
     """
 
     source: Tensor
     scale: Scale | None
     target: Tensor
     begin: int
+    change: Change | None = None
 
 
 class CastTensor(msgspec.Struct, frozen=True):
@@ -490,14 +495,13 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 class Caster:
-    """Casts tensors to one type, on a pool of threads."""
+    """Casts tensors, on a pool of threads."""
 
     def __init__(
-        self, catalog: Catalog, transaction: Transaction, dtype: str, pool: ThreadPoolExecutor
+        self, catalog: Catalog, transaction: Transaction, pool: ThreadPoolExecutor
     ) -> None:
         self._catalog = catalog
         self._transaction = transaction
-        self._dtype = dtype
         self._pool = pool
 
     def cast(
@@ -522,7 +526,7 @@ class Caster:
         with closing(in_order(submitted, groups, ahead=ahead)) as done:
             for group, found in done:
                 job = jobs[group.job]
-                begin = job.begin + group.first * SIZES[self._dtype]
+                begin = job.begin + group.first * SIZES[job.target.dtype]
                 offsets = itertools.count(begin, self._catalog.block_size)
                 blocks = list(zip(found.ids, found.encoded, offsets, strict=False))
                 self._transaction.put_blocks(blocks, path)
@@ -543,7 +547,7 @@ class Caster:
         return fs.unnamed(self._transaction.directory, blocks)
 
     def _groups(self, number: int, job: CastJob) -> Iterator[_CastBlocks]:
-        sizes = SIZES[job.source.dtype], SIZES[self._dtype]
+        sizes = SIZES[job.source.dtype], SIZES[job.target.dtype]
         # Powers of two: whole blocks of either type.
         each = max(_GROUP_BYTES // max(sizes), self._catalog.block_size // min(sizes))
         for first, count in partition(job.source.nbytes // sizes[0], each):
@@ -551,6 +555,7 @@ class Caster:
 
     def _group(self, job: CastJob, group: _CastBlocks, scale: Buffer | None) -> _Done:
         """Return the new blocks of a group.  Runs on the pool."""
+        dtype = job.target.dtype
         values = widened(self._read(job.source, group), job.source.dtype)
         lost = 0
         if job.scale is not None and scale is not None:
@@ -559,8 +564,10 @@ class Caster:
                 # A weight with a scale has 8 bits.
                 apply(values.view(np.float32), group.first, job.scale, scale)
                 lost = int(np.count_nonzero(np.isinf(values) & ~before))
-        data, overflowed = narrowed(values, self._dtype)
-        if self._dtype == "F8_E4M3":
+        if job.change is not None:
+            values = job.change(values, group.first)
+        data, overflowed = narrowed(values, dtype)
+        if dtype == "F8_E4M3":
             # There infinite elements count, and these became so here.
             overflowed -= lost
         plain = data.data
@@ -568,7 +575,7 @@ class Caster:
         blocks = [plain[at : at + length] for at, length in spans]
         ids = [BlockId.of(block) for block in blocks]
         known = self._transaction.has_blocks(ids)
-        elements, policy = elements_of(self._dtype), self._catalog.config.codec
+        elements, policy = elements_of(dtype), self._catalog.config.codec
         encoded = [
             None if is_known else encode(block, elements, policy)
             for block, is_known in zip(blocks, known, strict=True)

@@ -60,7 +60,7 @@ def moe(
         ),
     ] = None,
     seed: Annotated[
-        int, Option("--seed", metavar="N", min=0, help="Of routers that are drawn.")
+        int, Option("--seed", metavar="N", min=0, help="Of routers that are drawn, and of noise.")
     ] = 0,
     unpack: Annotated[
         str | None,
@@ -98,7 +98,12 @@ def moe(
             models = models_of_moe(session, store, text)
             with session.progress() as tick:
                 prepared = store.prepare_moe(
-                    text.text, where=text.where, models=models, threads=threads, progress=tick
+                    text.text,
+                    where=text.where,
+                    models=models,
+                    seed=seed,
+                    threads=threads,
+                    progress=tick,
                 )
             remarks([f"stored {one.ref}: {one.name}" for one in prepared if one.new_snapshot])
             names, told = [name], ["a mixture of experts"]

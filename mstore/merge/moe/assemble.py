@@ -57,6 +57,11 @@ def layers_of(names: Sequence[str]) -> list[Layer]:
     return [Layer(n, f"{layout.main}.{n}", frozenset(found[n])) for n in sorted(found)]
 
 
+def mlp_name(layer: Layer, part: str) -> str:
+    """Return the name of a matrix of a dense layer's MLP."""
+    return f"{layer.at}.{_MLP}{part}{_WEIGHT}"
+
+
 def router_name(layer: int) -> str:
     """Return the name of a layer's router in the checkpoint of routers: [experts, hidden]."""
     return f"layers.{layer}.router"
@@ -99,7 +104,7 @@ def moe_plan(
     dropped: list[str] = []
     for layer in layers:
         _require_dense(layer, kind, base)
-        dropped += [f"{layer.at}.{_MLP}{part}{_WEIGHT}" for part in PARTS]
+        dropped += [mlp_name(layer, part) for part in PARTS]
         taken += _of_experts(layer, kind, len(experts), len(shared))
         taken += _of_routers(layer, kind, 1 + len(members), has_shared=bool(shared))
     _require_alike(inputs, [base, *members], taken)
@@ -123,7 +128,7 @@ def moe_plan(
 
 def _of_experts(layer: Layer, kind: Architecture, experts: int, shared: int) -> Iterator[Taken]:
     for part in PARTS:
-        source = f"{layer.at}.{_MLP}{part}{_WEIGHT}"
+        source = mlp_name(layer, part)
         for number in range(experts):
             name = f"{layer.at}.{kind.expert_part(number, part)}{_WEIGHT}"
             yield Taken(name, 1 + number, source)
@@ -245,7 +250,7 @@ def dense_plan(catalog: Catalog, mixture: NamedModel, expert: int) -> Plan:
                     "own",
                     where=mixture.name,
                 )
-            taken.append(Taken(f"{layer.at}.{_MLP}{part}{_WEIGHT}", 0, source))
+            taken.append(Taken(mlp_name(layer, part), 0, source))
         inside = kind.expert.partition(".")[0] + "."
         dropped += [f"{layer.at}.{rest}" for rest in layer.rests if rest.startswith(inside)]
     config = whole_config_of(catalog, catalog.manifest(mixture.manifest))

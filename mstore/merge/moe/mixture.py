@@ -2,76 +2,164 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 from blake3 import blake3
 
 from mstore.blocks.schema import NamedSnapshot, PlanInputs
+from mstore.checkpoint.dtypes import DTYPES
 from mstore.merge.moe import routers
-from mstore.merge.moe.architectures import BIASES, DOWN, architecture_of
+from mstore.merge.moe.architectures import BIASES, DOWN, PARTS, architecture_of
 from mstore.merge.moe.assemble import ROUTERS, Layer, NamedModel, layers_of, moe_plan
+from mstore.merge.moe.noise import Noise
 from mstore.merge.moe.recipe import DRAWN, MoeExpert, MoeRecipe
 from mstore.merge.planning.recipes import Preparation
+from mstore.merge.recipes.recipe import Text, at
 from mstore.models.adapters.inputs import Inputs
-from mstore.numeric.codes import CASTS
+from mstore.numeric.codes import CASTS, CODES, output_dtype
 from mstore.store.catalog import Catalog
-from mstore.store.models import Input, config_of
+from mstore.store.models import Input, config_of, tensors_of
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
-from mstore.terms.phrases import Call, Option, call, phrase
+from mstore.terms.phrases import Call, Option, phrase
 from mstore.terms.requests import PREPARED, MergeRequest, TensorRule
 
 _APPLY: Final = "task_arithmetic"
 _SCALE: Final = "passthrough"
+_MOST_SEED: Final = 2**64 - 1
 Find = Callable[[str], Input]
 
 
-def needed(recipe: MoeRecipe, find: Find) -> list[Preparation]:
-    """Return what must be made first, in order: models with an adapter, and scaled experts.
+class Copy(msgspec.Struct, frozen=True):
+    """A model that is stored again before a mixture is planned.
 
-    find: the snapshot of a model that the recipe names.  Raises as it does, and BadRequest for what
-    is not supported.
+    name, ref: as of a `Preparation`. model: the revision that it is made of. change: noise on its
+    MLPs, or the element type that it is cast to.
     """
-    found: dict[str, Preparation] = {}
-    for one in (*recipe.experts, *recipe.shared):
-        if one.noise:
-            raise BadRequest(
-                "noise_scale is not supported: noise makes every expert new bytes, and training "
-                "tells experts apart better",
-                where=f"{recipe.where}, line {one.line}",
-                hint="leave it out",
-            )
-        for made in _steps(one, find):
-            found.setdefault(made.ref, made)
-    return list(found.values())
+
+    name: str
+    ref: str
+    model: str
+    change: Noise | str
 
 
-def _steps(one: MoeExpert, find: Find) -> Iterator[Preparation]:
-    base, adapter = find(one.model.model().text), one.model.adapter()
-    if adapter is not None:
-        applied = find(adapter.text)
-        key = base.snapshot + applied.snapshot
-        request = MergeRequest(base=base.name, experts=[applied.name], method=_APPLY)
-        yield Preparation(one.model.text, _branch("adapter", key), request)
-    if one.residual != 1:
-        plain = base.name if adapter is None else _branch("adapter", key)
-        told = base.snapshot if adapter is None else key
-        scaled = TensorRule(tensors=f"*.mlp.{DOWN}.weight", parameters={"scale": one.residual})
-        request = MergeRequest(base=plain, experts=[plain], method=_SCALE, rules=[scaled])
-        yield Preparation(
-            _called(one), _branch("scaled", told + repr(one.residual).encode()), request
-        )
+class Member(msgspec.Struct, frozen=True):
+    """A model of a mixture.
+
+    name: what it is called. found: what the store has of it. steps: what is made of that, in order.
+    """
+
+    name: str
+    found: Input
+    steps: tuple[Preparation | Copy, ...]
 
 
-def _called(one: MoeExpert) -> str:
-    """Return what an expert is called: its model, and its scale if it has one."""
-    return one.model.text if one.residual == 1 else f"{one.model.text} * {one.residual:g}"
+def members(catalog: Catalog, recipe: MoeRecipe, find: Find, seed: int) -> tuple[Member, ...]:
+    """Return the base, the experts and the shared experts, and what must be made of each first.
+
+    find: the snapshot of a model that the recipe names.  Raises as it does, and BadRequest for an
+    element type or a seed that is none.
+    """
+    if not 0 <= seed <= _MOST_SEED:
+        raise BadRequest(f"a seed is a number from 0 to 2^64 - 1, not {seed}", where=Option("seed"))
+    asked = _asked_type(recipe)
+    base = find(recipe.base.model().text)
+    wanted = asked or _type_of_mlps(catalog, base)
+
+    def member(model: Text, noise: Noise | None, residual: float) -> Member:
+        found = find(model.model().text)
+        made = _Making(found, str(model.model()))
+        adapter = model.adapter()
+        if adapter is not None:
+            applied = find(adapter.text)
+            made.merged(str(model), "adapter", applied.snapshot, _APPLY, expert=applied.name)
+        if noise is not None:
+            told = f"{made.name} with noise {noise.deviation:g}"
+            made.copied(told, "noise", noise.key(), noise)
+        if residual != 1:
+            rule = TensorRule(tensors=f"*.mlp.{DOWN}.weight", parameters={"scale": residual})
+            told = f"{made.name} * {residual:g}"
+            made.merged(told, "scaled", repr(residual).encode(), _SCALE, rules=[rule])
+        if wanted is not None and not _is_of_type(catalog, found, wanted, every=asked is not None):
+            told = f"{made.name} in {CASTS[wanted]}"
+            made.copied(told, "cast", wanted.encode(), wanted)
+        return Member(made.name, found, tuple(made.steps))
+
+    def expert(number: int, one: MoeExpert) -> Member:
+        noise = Noise(one.noise, seed, number) if one.noise else None
+        return member(one.model, noise, one.residual)
+
+    experts = [expert(number, one) for number, one in enumerate(recipe.every_expert())]
+    return (member(recipe.base, None, 1), *experts)
 
 
-def _branch(kind: str, key: bytes) -> str:
-    return f"{PREPARED}{kind}-{blake3(key).hexdigest()[:16]}"
+class _Making:
+    """The steps from a model of the store to one of a mixture, in mergekit's order.
+
+    A step's branch is named after all that its content follows from.
+    """
+
+    def __init__(self, found: Input, name: str) -> None:
+        self.name = name
+        self.steps: list[Preparation | Copy] = []
+        self._revision = found.name
+        self._key: bytes = found.snapshot
+
+    def merged(
+        self,
+        name: str,
+        kind: str,
+        own: bytes,
+        method: str,
+        *,
+        expert: str | None = None,
+        rules: Sequence[TensorRule] = (),
+    ) -> None:
+        experts = [self._revision if expert is None else expert]
+        request = MergeRequest(base=self._revision, experts=experts, method=method, rules=rules)
+        self._add(Preparation(name, self._branch(kind, own), request))
+
+    def copied(self, name: str, kind: str, own: bytes, change: Noise | str) -> None:
+        self._add(Copy(name, self._branch(kind, own), self._revision, change))
+
+    def _branch(self, kind: str, own: bytes) -> str:
+        self._key += own
+        return f"{PREPARED}{kind}-{blake3(self._key).hexdigest()[:16]}"
+
+    def _add(self, step: Preparation | Copy) -> None:
+        self.steps.append(step)
+        self.name, self._revision = step.name, step.ref
+
+
+def _asked_type(recipe: MoeRecipe) -> str | None:
+    """Return the element type that a recipe asks for.  Raises BadRequest with the line."""
+    if recipe.dtype is None:
+        return None
+    try:
+        return output_dtype(recipe.dtype.text)
+    except BadRequest as error:
+        error.locate(at(recipe.where, recipe.dtype.line))
+        raise
+
+
+def _type_of_mlps(catalog: Catalog, model: Input) -> str | None:
+    """Return the element type of a model's MLPs; None where they have several, or no usual one."""
+    types = _types(catalog, model, every=False)
+    return next(iter(types)) if len(types) == 1 and types <= CODES.keys() else None
+
+
+def _is_of_type(catalog: Catalog, model: Input, dtype: str, *, every: bool) -> bool:
+    """Return whether a model's MLPs, or all its tensors of floating point, have a type already."""
+    return _types(catalog, model, every=every) <= {dtype}
+
+
+def _types(catalog: Catalog, model: Input, *, every: bool) -> set[str]:
+    mlps = tuple(f".mlp.{part}.weight" for part in PARTS)
+    tensors = tensors_of(catalog, catalog.manifest_of(model.snapshot))
+    ids = [id for name, id in tensors.items() if every or name.endswith(mlps)]
+    return {one.dtype for one in catalog.tensors(ids) if DTYPES[one.dtype].floating}
 
 
 def planned(
@@ -88,25 +176,9 @@ def planned(
     BadRequest, Incompatible, NotFound also for a model that must be made first, Corrupt,
     StorageFailed.
     """
-    base = find(recipe.base.text)
-    made = {one.name: one.ref for one in needed(recipe, find)}
-
-    def expert(one: MoeExpert) -> Input:
-        name = _called(one)
-        try:
-            found = find(made.get(name, one.model.text))
-        except NotFound as error:
-            if name in made:
-                raise NotFound(
-                    f"the mixture needs {name}, which is not made yet",
-                    where=recipe.where,
-                    hint=Call("prepare_moe", ("TEXT",)),
-                ) from error
-            raise
-        return msgspec.structs.replace(found, name=name)
-
-    experts, shared = ([expert(one) for one in some] for some in (recipe.experts, recipe.shared))
-    types = {str(_config(catalog, one).get("model_type")) for one in (base, *experts, *shared)}
+    base, *others = (_made(find, recipe, one) for one in members(catalog, recipe, find, seed))
+    experts, shared = others[: len(recipe.experts)], others[len(recipe.experts) :]
+    types = {str(_config(catalog, one).get("model_type")) for one in (base, *others)}
     asked = recipe.architecture
     kind = architecture_of(
         None if asked is None else asked.text,
@@ -125,7 +197,6 @@ def planned(
     if lacking:
         raise Incompatible(f"has no {lacking[0]}", where=base.name)
     gate, *projections = tensors.records([tensors.base[name] for name in names])
-    _require_type(recipe, gate.dtype, base.name)
     weights = _routers(
         catalog, recipe, given, seed, (layers, len(experts), len(shared), gate.shape[1])
     )
@@ -148,11 +219,26 @@ def planned(
     sources = PlanInputs(
         NamedSnapshot(base.snapshot, base.name),
         (
-            *(NamedSnapshot(one.snapshot, one.name) for one in (*experts, *shared)),
+            *(NamedSnapshot(one.snapshot, one.name) for one in others),
             NamedSnapshot(stored, ROUTERS),
         ),
     )
     return plan, sources
+
+
+def _made(find: Find, recipe: MoeRecipe, one: Member) -> Input:
+    """Return a model as the mixture takes it.  Raises NotFound if it must be made first."""
+    if not one.steps:
+        return msgspec.structs.replace(one.found, name=one.name)
+    try:
+        found = find(one.steps[-1].ref)
+    except NotFound as error:
+        raise NotFound(
+            f"the mixture needs {one.name}, which is not made yet",
+            where=recipe.where,
+            hint=Call("prepare_moe", ("TEXT",)),
+        ) from error
+    return msgspec.structs.replace(found, name=one.name)
 
 
 def _routers(
@@ -180,17 +266,6 @@ def _routers(
             ),
         )
     return routers.given(catalog, given, layers, experts, shared, hidden)
-
-
-def _require_type(recipe: MoeRecipe, own: str, base: str) -> None:
-    """Raise BadRequest if a recipe asks for another element type than the models have."""
-    asked = recipe.dtype
-    if asked is not None and asked.text != CASTS[own]:
-        raise BadRequest(
-            f"the models are {CASTS[own]}, and the recipe asks for {asked.text[:40]}",
-            where=f"{recipe.where}, line {asked.line}",
-            hint=phrase("cast each of them first: {cast}", cast=call("cast", base)),
-        )
 
 
 def _config(catalog: Catalog, one: Input) -> dict[str, object]:

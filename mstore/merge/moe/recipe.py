@@ -13,7 +13,7 @@ import msgspec
 
 from mstore.merge.recipes.documents import Items, Node, Scalar, read_documents
 from mstore.merge.recipes.parse import DocumentReader
-from mstore.merge.recipes.recipe import Text
+from mstore.merge.recipes.recipe import Text, models_and_adapters
 from mstore.terms.errors import BadRequest, did_you_mean
 
 GateMode = Literal[
@@ -69,13 +69,11 @@ class MoeRecipe(msgspec.Struct, frozen=True):
 
     def named(self) -> tuple[Text, ...]:
         """Return every model and adapter that it names, once, the base first."""
-        names = (self.base, *(one.model for one in (*self.experts, *self.shared)))
-        found: dict[str, Text] = {}
-        for one in names:
-            for part in (one.model(), one.adapter()):
-                if part is not None:
-                    found.setdefault(part.text, part)
-        return tuple(found.values())
+        return models_and_adapters((self.base, *(one.model for one in self.every_expert())))
+
+    def every_expert(self) -> tuple[MoeExpert, ...]:
+        """Return the experts, then the shared ones."""
+        return (*self.experts, *self.shared)
 
 
 def parse_moe(text: str, where: str) -> MoeRecipe:

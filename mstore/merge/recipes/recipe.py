@@ -214,6 +214,16 @@ class Text(msgspec.Struct, frozen=True):
         return Text(name, self.line) if plus else None
 
 
+def models_and_adapters(names: Iterable[Text]) -> tuple[Text, ...]:
+    """Return every model and adapter of names, MODEL+ADAPTER too, once and in their order."""
+    found: dict[str, Text] = {}
+    for one in names:
+        for part in (one.model(), one.adapter()):
+            if part is not None:
+                found.setdefault(part.text, part)
+    return tuple(found.values())
+
+
 class Ignored(msgspec.Struct, frozen=True):
     """What a recipe says and mergekit ignores. meant: a hint about what it may have meant."""
 
@@ -317,12 +327,7 @@ class Recipe(msgspec.Struct, frozen=True):
 
     def models_named(self) -> tuple[Text, ...]:
         """Return every model and adapter that the recipe names, once, the base first."""
-        found: dict[str, Text] = {}
-        for one in self.names():
-            for part in (one.model(), one.adapter()):
-                if part is not None:
-                    found.setdefault(part.text, part)
-        return tuple(found.values())
+        return models_and_adapters(self.names())
 
     def every_slice(self) -> tuple[RecipeSlice, ...]:
         """Return the slices, of all modules."""
