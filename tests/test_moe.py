@@ -343,15 +343,45 @@ def test_from_the_command_line(store: Store, tmp_path: Path) -> None:
     names = mstore.succeed("moe", "--unpack", "m", "--name", "back", "--json").document
     assert [one["name"] for one in names["made"]] == ["back/0", "back/1"]
     assert [list(one) for one in names["made"]] == 2 * [[key.name for key in keys_of(MergeReport)]]
-    assert "a mixture of experts" in mstore.succeed("log", "m").out
-    for command in (
-        ("explain", "m"),
-        ("show", "m"),
-        ("report", "m", "-o", str(tmp_path / "r.html")),
-    ):
-        mstore.succeed(*command)
+    for ref in ("m", "back/0"):
+        for command in ("log", "show", "explain", "plans"):
+            told = mstore.succeed(command, *([] if command == "plans" else [ref])).out
+            assert "passthrough" not in told
+            assert "moe" in told
+        mstore.succeed("report", ref, "-o", str(tmp_path / "r.html"))
+        page = (tmp_path / "r.html").read_text()
+        said = "A mixture of 2 experts with" if ref == "m" else "An expert of m, as a dense model"
+        assert said in page
+    assert "9 of base, 3 of code, 1 of routers" in mstore.succeed("explain", "m").out
+    assert "w1.weight  model.layers" in mstore.succeed("explain", "m", "--by", "tensor").out
     wrong = mstore("moe", "--name", "x")
     assert (wrong.status, "--recipe FILE, or --unpack" in wrong.err) == (2, True)
+
+
+def test_the_recipe_goes_with_the_mixture(store: Store, tmp_path: Path) -> None:
+    """The result has the recipe as it was written, as mergekit-moe writes it, and a card that says
+    what it is; an expert that is taken out has neither.
+    """
+    base = write(tmp_path / "base", "llama", 1)
+    (base / "mergekit_config.yml").write_text("merge_method: linear\n")
+    store.add(base, name="base")
+    text = recipe([{"source_model": "base"}] * 2)
+    made(store, text)
+    store.merge(store.plan_dense("moe", 0), name="dense")
+    assert store.recipe("moe") == text
+    found = {}
+    for name in ("moe", "dense"):
+        store.checkout(name, tmp_path / name)
+        found[name] = files_of(tmp_path / name)
+        assert "mergekit_config.yml" not in found[name]
+    assert found["moe"]["mergekit_moe_config.yml"].decode() == text
+    assert "mergekit_moe_config.yml" not in found["dense"]
+    assert b"# A mixture of 2 experts" in found["moe"]["README.md"]
+    assert b"# An expert of a mixture, as a dense model" in found["dense"]["README.md"]
+    with pytest.raises(BadRequest, match="no recipe takes one out"):
+        store.recipe("dense")
+    with pytest.raises(BadRequest, match="nothing was merged"):
+        store.blame("moe")
 
 
 # -- examples/routers.py -------------------------------------------------------------------------

@@ -39,23 +39,24 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
 
     experts = ", ".join(f"{name}={weight:g}" for name, weight in report.experts)
     parameters = " ".join(f"{key}={written(value)}" for key, value in report.parameters.items())
+    assembled = report.assembled
     budget = "none" if report.budget_bytes is None else format_size(report.budget_bytes)
     screen.fields(
         [
-            ("method", f"{report.method} {parameters}".rstrip()),
+            ("method", report.method if assembled else f"{report.method} {parameters}".rstrip()),
             ("base", report.base),
-            ("experts", experts),
+            ("experts", experts or None),
             ("with", ", ".join(f"{role}={name}" for role, name in report.companions) or None),
             ("layers", _layers(report)),
-            ("ranked by", None if report.layers else report.score),
-            ("budget", None if report.layers else budget),
+            ("ranked by", None if assembled else report.score),
+            ("budget", None if assembled else budget),
             *_criteria(report),
             ("experts to read", of_full(report.planned_expert_bytes, report.full_expert_bytes)),
             ("  to read now", _to_read_now(report)),
             ("analysis read", format_size(report.analyze_bytes_read)),
             ("to download", _to_download(report)),
             *_chunks(report),
-            *([] if report.layers else error_fields(report)),
+            *([] if assembled else error_fields(report)),
             # A plan that is only displayed took no time.
             ("time", format_seconds(report.seconds) if report.seconds else None),
         ]
@@ -65,7 +66,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
 
 def _chunks(report: PlanReport) -> Iterable[tuple[str, int | None]]:
     """Yield what becomes of pairs of an expert and a chunk, not blocks of the output."""
-    if report.layers:
+    if report.assembled:
         return
     yield "expert chunks", report.chunks_total
     yield "  equal to base", report.chunks_equal_base

@@ -24,6 +24,7 @@ from mstore.terms.errors import BadCheckpoint
 CONFIG = "config.json"
 CARD = "README.md"
 MERGEKIT = "mergekit_config.yml"
+MERGEKIT_MOE = "mergekit_moe_config.yml"
 
 _KEY = "base_model"
 # Where the weights were loaded from: the base, or an earlier version of the same model.

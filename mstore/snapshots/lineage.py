@@ -226,7 +226,7 @@ def _described(
         origin=origin(record),
         author=record.author,
         plan=record.plan_id(),
-        method=None if plan is None else plan.method,
+        method=None if plan is None else plan.made_by,
         virtual=record.is_virtual,
         message=record.message,
         time_ns=record.time_ns,

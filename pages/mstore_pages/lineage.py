@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from mstore.terms.sizes import counted
 from mstore_pages.figures import TEXT, picture, text, width_of
 from mstore_pages.markup import Markup, join, tag
 
 if TYPE_CHECKING:
-    from mstore.api.reports import SignatureReport, SnapshotReport
+    from mstore.api.reports import PlanReport, SignatureReport, SnapshotReport
 
 ROLES = ("base", "expert", "previous", "companion")
 NAMES_SHOWN = 3
@@ -83,6 +84,16 @@ def how(snapshot: SnapshotReport) -> str:
         return snapshot.made
     kind = "virtual merge" if snapshot.virtual else "merge"
     return f"{kind} by {snapshot.method}"
+
+
+def told_assembly(plan: PlanReport) -> str:
+    """Return what a plan makes of tensors as they are, as a sentence."""
+    models = counted(len(plan.experts) + 1, "model")
+    if plan.layers:
+        return f"A stack of layers of {models}, as they are."
+    if plan.experts:
+        return f"A mixture of {counted(len(plan.experts), 'expert')} with the rest of {plan.base}."
+    return f"An expert of {plan.base}, as a dense model."
 
 
 def signed(signatures: Sequence[SignatureReport]) -> str:

@@ -84,7 +84,7 @@ def _parts(summary: SnapshotSummary, typed: Typed) -> Iterator[Part]:
             summary.lineage, str(summary.snapshot.snapshot), complete=summary.lineage_complete
         ),
     )
-    if summary.base is not None and not (plan and plan.layers):
+    if summary.base is not None and not (plan and plan.assembled):
         yield part(
             "change",
             "What changed where",
@@ -101,7 +101,7 @@ def _parts(summary: SnapshotSummary, typed: Typed) -> Iterator[Part]:
             *sections.experts(summary, typed),
             gap="shares",
         )
-    if plan is not None and not plan.layers:
+    if plan is not None and not plan.assembled:
         yield part(
             "sweep",
             "Budget and error",
@@ -109,7 +109,7 @@ def _parts(summary: SnapshotSummary, typed: Typed) -> Iterator[Part]:
             "everything. Numbers come from statistics; no weights were read for them.",
             *(sections.budgets(summary.sweep, plan) if summary.sweep else ()),
         )
-    if summary.base is not None and not (plan and plan.layers):
+    if summary.base is not None and not (plan and plan.assembled):
         yield part(
             "tensors",
             "Tensors that changed most",

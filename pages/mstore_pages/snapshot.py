@@ -18,7 +18,7 @@ from mstore_pages.card import card
 from mstore_pages.document import page, section, tiles
 from mstore_pages.figures import number, percent
 from mstore_pages.gather import differing, experts_in, left_out
-from mstore_pages.lineage import how, signed
+from mstore_pages.lineage import how, signed, told_assembly
 from mstore_pages.markup import Child, Markup, tag
 from mstore_pages.sections import ancestry, notes, shape_of
 from mstore_pages.site import (
@@ -243,12 +243,12 @@ def plan_page(
         tag("p", tag("a", place.name, href=links.at(place.path)), class_="crumbs"),
         tag("h1", "Plan of the merge"),
         tag("p", _read(merge), class_="verdict"),
-        _experts(merge) if not plan.layers else None,
+        _experts(merge) if not plan.assembled else None,
         section(
             "tensors",
             "By tensor",
             "Of the chunks in which an expert differs from the base: how many the merge uses."
-            if not plan.layers
+            if not plan.assembled
             else "Which model each tensor comes from.",
             search(links.at(path), "Search tensors", query, filters="tensors", is_wide=True),
             tag("p", at.told("tensor", query), class_="caption", id="found", role="status"),
@@ -262,8 +262,8 @@ def plan_page(
 
 def _read(merge: Explanation) -> str:
     plan = merge.plan
-    if plan.layers:
-        return f"A stack of layers of {counted(len(plan.experts) + 1, 'model')}, as they are."
+    if plan.assembled:
+        return told_assembly(plan)
     full = plan.full_expert_bytes
     share = percent(plan.planned_expert_bytes / full if full else 0)
     limits = []

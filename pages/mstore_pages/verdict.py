@@ -29,8 +29,8 @@ def verdict(summary: SnapshotSummary) -> Iterator[Child]:
         yield " "
     if plan is None:
         yield _told_made(summary)
-    elif plan.layers:
-        yield f"A stack of layers of {counted(len(plan.experts) + 1, 'model')}, as they are."
+    elif plan.assembled:
+        yield lineage.told_assembly(plan)
     else:
         kind = "A virtual merge" if shown.virtual else "A merge"
         yield f"{kind} of {counted(len(plan.experts), 'expert')} into {plan.base} by {plan.method}"
@@ -136,7 +136,7 @@ def verdict_tiles(summary: SnapshotSummary) -> Iterator[tuple[str, Child, Child]
     plan, shown = summary.plan, summary.snapshot
     if plan is not None:
         yield "Method", breaking(plan.method), _parameters(plan)
-        if not plan.layers:
+        if not plan.assembled:
             budget = "none"
             if plan.budget_bytes is not None:
                 full = plan.full_expert_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -138,8 +139,8 @@ def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> Non
     if not detailed:
         draw_plan(screen, report.plan)
     screen.line()
-    if report.plan.layers:
-        _draw_stack(screen, report, by_layer=not detailed and by is not By.TENSOR)
+    if report.plan.assembled:
+        _draw_assembly(screen, report, by_layer=not detailed and by is not By.TENSOR)
         return
     used = [
         title
@@ -167,16 +168,23 @@ def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> Non
             _draw_chunks(screen, one)
 
 
-def _draw_stack(screen: Screen, report: Explanation, *, by_layer: bool) -> None:
-    """Print which model each tensor, or layer, of a stack comes from."""
+def _draw_assembly(screen: Screen, report: Explanation, *, by_layer: bool) -> None:
+    """Print which model each tensor comes from, or each layer of a stack, or how many tensors of
+    each layer of a mixture.
+    """
     rows: dict[str, str] = {}
+    counts: dict[str, Counter[str]] = {}
     for one in report.tensors:
         source, _, model = one.treatment.rpartition(" of ")
         if not source:
             source, model = one.name, report.plan.base
+        counts.setdefault(one.layer, Counter())[model] += 1
         if by_layer:
             source = source[: len(source) - _tail(one)]
         rows.setdefault(one.layer if by_layer else one.name, f"{source} of {model}")
+    if by_layer and not report.plan.layers:
+        told = {name: [f"{n} of {one}" for one, n in of.items()] for name, of in counts.items()}
+        rows = {name: ", ".join(own) for name, own in told.items()}
     title = "LAYER" if by_layer else "TENSOR"
     screen.table((Column(title), Column("FROM")), _in_order(list(rows.items())))
 

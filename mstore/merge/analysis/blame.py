@@ -186,9 +186,9 @@ def blame(
     if tensor is not None:
         require_tensor(tensor, names, snapshot)
     plan = catalog.record(Plan, plan_id)
-    if plan.layers:
+    if plan.is_assembly:
         raise BadRequest(
-            "its layers are those of its inputs as they are: nothing was merged",
+            "its tensors are those of its inputs as they are: nothing was merged",
             where=snapshot.short,
             hint=call("explain", snapshot.short),
         )

@@ -19,14 +19,11 @@ from mstore.merge.recipes.layers import ModelLayers
 from mstore.models.adapters.inputs import Inputs
 from mstore.store.catalog import Catalog
 from mstore.store.models import whole_config_of
-from mstore.store.objects.plan import BASE, EXPERT, Plan, PlanInput, PlanOperation, Taken
+from mstore.store.objects.plan import BASE, EXPERT, ROUTERS, Plan, PlanInput, PlanOperation, Taken
 from mstore.store.objects.tensor import AppliedTensor
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import ManifestId
 from mstore.terms.phrases import few
-
-ROUTERS: Final = "routers"
-"""The role of the checkpoint with what no model has."""
 
 _AS_IT_IS: Final = ("passthrough", (("scale", 1.0),))
 _WEIGHT: Final = ".weight"

@@ -12,7 +12,7 @@ from mstore.blocks.schema import NamedSnapshot, PlanInputs
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.merge.moe import routers
 from mstore.merge.moe.architectures import BIASES, DOWN, PARTS, architecture_of
-from mstore.merge.moe.assemble import ROUTERS, Layer, NamedModel, layers_of, moe_plan
+from mstore.merge.moe.assemble import Layer, NamedModel, layers_of, moe_plan
 from mstore.merge.moe.noise import Noise
 from mstore.merge.moe.recipe import DRAWN, MoeExpert, MoeRecipe
 from mstore.merge.planning.recipes import Preparation
@@ -21,7 +21,7 @@ from mstore.models.adapters.inputs import Inputs
 from mstore.numeric.codes import CASTS, CODES, output_dtype
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, config_of, tensors_of
-from mstore.store.objects.plan import Plan
+from mstore.store.objects.plan import ROUTERS, Plan
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
 from mstore.terms.phrases import Call, Option, phrase
 from mstore.terms.requests import PREPARED, MergeRequest, TensorRule

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mstore.checkpoint.declared import MERGEKIT_MOE
 from mstore.merge.moe.architectures import Architecture
 from mstore.merge.moe.assemble import (
     Layer,
@@ -40,9 +41,6 @@ from mstore.terms.ids import SnapshotId
 from mstore.terms.requests import PREPARED
 
 Singles = npt.NDArray[np.float32]
-
-RECIPE: Final = "mergekit_moe_config.yml"
-"""The file with the recipe, as mergekit-moe calls it."""
 
 _WEIGHTS: Final = "model.safetensors"
 _DRAWS: Final = 12
@@ -141,7 +139,7 @@ def stored(
             arrays[bias_name(layer.number, projection)] = np.zeros(biases[projection], np.float32)
     with Transaction(catalog, "routers") as transaction:
         tensors = {name: put_array(transaction, name, one, dtype) for name, one in arrays.items()}
-        texts = {RECIPE: recipe.encode()}
+        texts = {MERGEKIT_MOE: recipe.encode()}
         content = put_model(catalog, transaction, _WEIGHTS, tensors, texts)
         branch = f"{PREPARED}routers-{content.id().hex()[:16]}"
         publication = Publication(catalog, transaction)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from msgspec import structs
 
-from mstore.checkpoint.declared import MERGEKIT
+from mstore.checkpoint.declared import MERGEKIT, MERGEKIT_MOE
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, Parameter
@@ -30,8 +30,16 @@ from mstore.terms.ids import ManifestId
 def recipe_text(catalog: Catalog, plan: Plan) -> str:
     """Return the recipe of a plan.  Raises BadRequest if no recipe can state it.
 
-    Comments say how models that are stacks of layers were made.
+    That of a mixture of experts is the one that it was made from.  Comments say how models that are
+    stacks of layers were made.
     """
+    if plan.is_mixture:
+        file = catalog.manifest(plan.companions[0].manifest_id()).file(MERGEKIT_MOE)
+        if file is None:
+            raise BadRequest("the routers of this mixture have no recipe beside them")
+        return catalog.read_parts(file.parts).decode()
+    if plan.is_assembly and not plan.layers:
+        raise BadRequest("it is an expert of a mixture, and no recipe takes one out")
     names = list(tensors_of(catalog, catalog.manifest(plan.base_id())))
     if not is_retyped(catalog, plan):
         # Whether the type was asked for does not change the merge, so it must not change its files.
@@ -62,6 +70,8 @@ def printed_recipe(catalog: Catalog, plan: Plan) -> str:
     be removed. Raises BadRequest if no recipe can state the plan.
     """
     text = recipe_text(catalog, plan)
+    if plan.is_mixture:
+        return text
     given: set[str] = set()
     # An input may be collected: its content is named by its id.
     with suppress(NotFound):

@@ -42,7 +42,7 @@ class PlanReport(Report, frozen=True):
     plan: PlanId
     """the plan's id"""
     method: str
-    """the merge method"""
+    """the merge method; `moe` for a mixture of experts, and for a dense model of one of them"""
     base: str
     """the model merged into"""
     experts: tuple[tuple[str, float], ...]
@@ -53,6 +53,8 @@ class PlanReport(Report, frozen=True):
     """every parameter of the method, defaults included"""
     layers: tuple[tuple[str, int, int], ...]
     """of a stack: runs of layers, as ref, first layer, last layer + 1; empty: nothing is stacked"""
+    assembled: bool
+    """whether tensors are taken as they are, and none is merged"""
     score: str
     """how blocks were ranked"""
     budget_bytes: int | None
@@ -190,7 +192,7 @@ def plan_report(
     estimate = None if not_finite else plan.error_estimate
     return PlanReport(
         plan=id,
-        method=plan.method,
+        method=plan.made_by,
         base=sources.base.name,
         experts=tuple(
             (source.name, weight)
@@ -199,6 +201,7 @@ def plan_report(
         companions=companions_of(plan, sources),
         parameters=dict(plan.operation.parameters),
         layers=_layers(plan, sources),
+        assembled=plan.is_assembly,
         score=plan.criteria.score,
         budget_bytes=plan.budget,
         max_error=plan.criteria.max_error,

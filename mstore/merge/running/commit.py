@@ -256,7 +256,7 @@ def run_merge(
             made,
             parents_of(plan, sources),
             message=message,
-            action=f"{word}: {plan.method}" + (f": {message}" if message else ""),
+            action=f"{word}: {plan.made_by}" + (f": {message}" if message else ""),
             plan=plan,
             coverage=outcome.coverage,
             candidate=candidate,

@@ -26,6 +26,7 @@ from mstore.checkpoint.declared import (
     CARD,
     CONFIG,
     MERGEKIT,
+    MERGEKIT_MOE,
     declared_bases,
     front_matter,
     values,
@@ -49,11 +50,12 @@ from mstore.models.made import (
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import File, Manifest
-from mstore.store.objects.plan import BASE, DROPPED, OMITTED, READ, SHARED, Plan
+from mstore.store.objects.plan import BASE, DROPPED, MOE, OMITTED, READ, SHARED, Plan
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import ManifestId
 
 LICENCES = "licenses"
+_RECIPES = (MERGEKIT, MERGEKIT_MOE)
 
 NOT_NAMED = "not named by its card"
 TO_PUBLISH = """\
@@ -81,6 +83,15 @@ _OF_THE_STACK = """\
 The recipe is a file beside this card. It names models by the content ids above, as a store that
 has them takes them; put directories or names in place of the ids elsewhere. Every tensor is one of
 a parent, as it is.
+"""
+_OF_THE_MIXTURE = f"""\
+REF is this mixture, in a store that has it, and NEW a name for the result. The recipe as it was
+written, with the names that its author has for the models, is {MERGEKIT_MOE} beside this
+card. Every tensor is one of a parent, as it is.
+"""
+_OF_THE_EXPERT = """\
+REF is this model, in a store that has it, and NEW a name for the result. Every tensor is one of the
+mixture, as it is.
 """
 _OF_THE_WHOLE = "The same merge with nothing left out:"
 _OF_IDS = """\
@@ -130,10 +141,10 @@ class ModelCard:
             return base.files, {}
         new = {CARD: self.card(not_finite).encode()}
         replaced = {CARD.casefold()}
-        if not _has_directory(base, MERGEKIT):
-            # Another merge's recipe is not this one's, even if this one has none.
-            replaced.add(MERGEKIT.casefold())
-            new |= self.files_of_recipe()
+        # Another merge's recipe is not this one's, even if this one has none.
+        recipes = [one for one in _RECIPES if not _has_directory(base, one)]
+        replaced |= {one.casefold() for one in recipes}
+        new |= self.files_of_recipe()
         kept = [file for file in base.files if file.path.casefold() not in replaced]
         if not is_one_licence(self._stated):
             kept = [file for file in kept if not is_licence(file)]
@@ -141,13 +152,14 @@ class ModelCard:
         return tuple(kept), new
 
     def files_of_recipe(self) -> dict[str, bytes]:
-        """Return mergekit_config.yml, or nothing if no recipe can state the plan."""
+        """Return the file with the recipe, or nothing if no recipe can state the plan."""
         base = self._catalog.manifest(self._plan.base_id())
-        recipe = None if _has_directory(base, MERGEKIT) else self.recipe()
-        return {} if recipe is None else {MERGEKIT: recipe.encode()}
+        path = MERGEKIT_MOE if self._plan.is_mixture else MERGEKIT
+        recipe = None if _has_directory(base, path) else self.recipe()
+        return {} if recipe is None else {path: recipe.encode()}
 
     def recipe(self) -> str | None:
-        """Return the text of mergekit_config.yml, None if no recipe can state the plan."""
+        """Return the text of the recipe, None if no recipe can state the plan."""
         try:
             return recipe_text(self._catalog, self._plan)
         except BadRequest:
@@ -243,6 +255,10 @@ class ModelCard:
             models = len({member for member, _ in plan.layers})
             of = "one model" if models == 1 else f"{models} models"
             return f"# A stack of {len(plan.layers)} layers of {of}"
+        if plan.is_mixture:
+            return f"# A mixture of {len(plan.experts)} experts"
+        if plan.is_assembly:
+            return "# An expert of a mixture, as a dense model"
         models = len(self.models) - 1
         count = "one model" if models == 1 else f"{models} models"
         return f"# A merge of {count} by {plan.method}"
@@ -251,6 +267,10 @@ class ModelCard:
         """Yield the command that makes this merge again, also if its plan leaves chunks out."""
         left, all_of_it = self._left_out()
         plan = self._plan
+        if plan.made_by == MOE:
+            told = _OF_THE_MIXTURE if plan.is_mixture else _OF_THE_EXPERT
+            yield from ("```sh", "mstore merge --plan REF --name NEW", "```", "", told)
+            return
         if (len(plan.operations) > 1 or plan.layers) and not left and self._has_whole_recipe():
             command = f"mstore merge --recipe {MERGEKIT} --name NEW"
             told = _OF_THE_STACK if plan.layers else _OF_THE_RECIPE

@@ -67,6 +67,10 @@ SCORES: tuple[Score, ...] = get_args(Score)
 
 BASE = "base"
 EXPERT = "expert"
+ROUTERS = "routers"
+"""The companion of a mixture of experts: what no model has."""
+MOE = "moe"
+"""By what a mixture of experts is made, and a dense model of one of its experts."""
 _ROLE = re.compile(r"[a-z][a-z0-9-]{0,62}")
 """Any other role is that of a companion: the method says what it is."""
 
@@ -343,6 +347,16 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1", dict=True):
     def is_assembly(self) -> bool:
         """Whether tensors are taken as they are, and none is merged."""
         return bool(self.layers or self.taken or self.dropped or self.config)
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether its output is a mixture of experts."""
+        return self.is_assembly and any(one.role == ROUTERS for one in self.inputs)
+
+    @property
+    def made_by(self) -> str:
+        """What people call the way it is made: its method; `moe` for a mixture, and back."""
+        return self.method if self.layers or not self.is_assembly else MOE
 
     def operation_of(self, tensor: PlanTensor) -> PlanOperation:
         """Return the operation of one of its tensors."""
