@@ -18,6 +18,10 @@ hidden], and `layers.N.shared_router`, float32[1, hidden], where an expert is sh
 In all but lda, as in mergekit-moe 0.1.5: the mean over the positive prompts, less that over the
 negative ones, of length 1. An lda has no use for negative prompts, and each row has length 1, too.
 
+Prints which share of the positive prompts' tokens goes to each expert, and which share of its own
+prompts' tokens reaches it: the mean over layers, the least and the most. Measured on what goes into
+the MLPs of BASE; in the mixture, that depends on the experts of the layers below, too.
+
 Does not know mstore. Memory: the model in float32 (--bf16: in bfloat16).
 """
 
@@ -130,8 +134,10 @@ def discriminant(groups: list[torch.Tensor]) -> torch.Tensor:
     return of_length_one(torch.linalg.solve(covariance, (means - means.mean(dim=0)).T).T).float()
 
 
-def routers(recipe: dict[str, Any], prompts: Prompts) -> dict[str, torch.Tensor]:
-    """Return the routers of all layers by name."""
+def routers(
+    recipe: dict[str, Any], prompts: Prompts, seen: list[list[torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Return the routers of all layers by name.  seen: `Prompts.inputs` of each expert's."""
     mode = recipe.get("gate_mode") or "hidden"
     experts, shared = recipe["experts"], recipe.get("shared_experts") or []
 
@@ -142,7 +148,6 @@ def routers(recipe: dict[str, Any], prompts: Prompts) -> dict[str, torch.Tensor]
         return of_length_one(found)
 
     if mode == "lda":
-        seen = [prompts.inputs(one["positive_prompts"]) for one in experts]
         rows = [discriminant([own[layer] for own in seen]) for layer in range(prompts.layers)]
         # A shared expert is no class of its own: what it scales is scaled by one half on average.
         others = [torch.zeros_like(one[:1]) for one in rows] if shared else []
@@ -154,6 +159,37 @@ def routers(recipe: dict[str, Any], prompts: Prompts) -> dict[str, torch.Tensor]
     return {name: one.contiguous().float() for name, one in found.items()}
 
 
+def shares(seen: list[list[torch.Tensor]], rows: list[torch.Tensor], count: int) -> torch.Tensor:
+    """Return float32[prompts, layers, experts]: the share of tokens that goes to each expert.
+
+    seen: what goes into each layer's MLP, of each expert's prompts. rows: the router of each layer.
+    count: to how many experts a token goes.
+    """
+    found = torch.zeros(len(seen), len(rows), len(rows[0]))
+    for number, inputs in enumerate(seen):
+        for layer, (values, router) in enumerate(zip(inputs, rows, strict=True)):
+            best = (values @ router.T).topk(count, dim=-1).indices
+            counts = torch.bincount(best.flatten(), minlength=len(router))
+            found[number, layer] = counts / len(values)
+    return found
+
+
+def told(recipe: dict[str, Any], seen: list[list[torch.Tensor]], rows: list[torch.Tensor]) -> str:
+    """Return what the routers do with the prompts, a line for each expert."""
+    count = recipe.get("experts_per_token") or 2
+    found = shares(seen, rows, count)
+    sizes = torch.tensor([float(len(one[0])) for one in seen])
+    every = torch.einsum("p,ple->le", sizes / sizes.sum(), found)
+    lines = [f"tokens of the prompts that go to each expert, {count} for each token, over layers:"]
+    for number, one in enumerate(recipe["experts"]):
+        ranges = [
+            f"{100 * part.mean():3.0f} % ({100 * part.min():.0f} to {100 * part.max():.0f})"
+            for part in (every[:, number], found[number, :, number])
+        ]
+        lines.append(f"  {ranges[0]:18}  of its own {ranges[1]:18}  {one['source_model']}")
+    return "\n".join(lines)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", type=Path)
@@ -163,10 +199,12 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
     recipe = yaml.safe_load(given.recipe.read_text())
     prompts = Prompts(given.base, torch.bfloat16 if given.bf16 else torch.float32)
-    found = routers(recipe, prompts)
+    seen = [prompts.inputs(one["positive_prompts"]) for one in recipe["experts"]]
+    found = routers(recipe, prompts, seen)
     given.out.mkdir(parents=True)
     save_file(found, given.out / "model.safetensors", metadata={"format": "pt"})
     print(f"wrote {len(found)} routers to {given.out}")
+    print(told(recipe, seen, [found[f"layers.{n}.router"] for n in range(prompts.layers)]))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -393,7 +394,9 @@ def prompted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_words(write(tmp_path_factory.mktemp("prompted") / "base", "llama", 1))
 
 
-def computed(base: Path, out: Path, prompts: list[list[str]], mode: str) -> dict[str, Any]:
+def computed(
+    base: Path, out: Path, prompts: list[list[str]], mode: str, per_token: int = 2
+) -> dict[str, Any]:
     """What the program writes for experts with these prompts."""
     path = Path(__file__).parent.parent / "examples" / "routers.py"
     spec = importlib.util.spec_from_file_location("routers", path)
@@ -402,7 +405,7 @@ def computed(base: Path, out: Path, prompts: list[list[str]], mode: str) -> dict
     program = importlib.util.module_from_spec(spec)
     experts = [{"source_model": "m", "positive_prompts": one} for one in prompts]
     out.mkdir()
-    (out / "moe.yml").write_text(recipe(experts, gate_mode=mode))
+    (out / "moe.yml").write_text(recipe(experts, gate_mode=mode, experts_per_token=per_token))
     with pytest.MonkeyPatch.context() as patch:
         # What it sets for itself would stay for the tests after this one.
         for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
@@ -411,6 +414,25 @@ def computed(base: Path, out: Path, prompts: list[list[str]], mode: str) -> dict
         program.main([str(out / "moe.yml"), str(base), str(out / "routers")])
     found: dict[str, Any] = load_file(out / "routers" / "model.safetensors")
     return found
+
+
+def test_routers_tell_the_load(
+    prompted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each expert: the share of all prompts' tokens, and of its own prompts'."""
+    computed(
+        prompted, tmp_path / "one", [["w1 w2"], ["w40 w41 w42 w43 w44 w45"]], "lda", per_token=1
+    )
+    first, *rows = capsys.readouterr().out.splitlines()[1:]
+    assert "1 for each token" in first
+    # Few tokens in many dimensions: a discriminant tells them, but for the first one, which is the
+    # same in all prompts.
+    found = [[int(one) for one in re.findall(r"(\d+) %", row)] for row in rows]
+    assert [row.split()[-1] for row in rows] == ["m", "m"]
+    assert sum(share for share, _ in found) == 100
+    assert all(own >= 66 for _, own in found)
+    computed(prompted, tmp_path / "all", [["w1 w2"], ["w40 w41"]], "hidden", per_token=2)
+    assert capsys.readouterr().out.count("100 % (100 to 100)") == 4
 
 
 @pytest.mark.parametrize("mode", ["hidden", "hidden_avg", "cheap_embed", "lda"])
