@@ -11,12 +11,12 @@ hidden], and `layers.N.shared_router`, float32[1, hidden], where an expert is sh
     hidden, hidden_last   the hidden state that goes into layer N, at the last token of a prompt
     hidden_avg            its mean over the tokens of a prompt; padding does not count
     cheap_embed           the sum of the token embeddings of all prompts, the same for each layer
-    lda                   a linear discriminant: what goes into the MLP of layer N at each token, as
-                          the router will see it; (mean of an expert - mean of all) times the
-                          inverse of the covariance within experts
+    lda                   a linear discriminant of what goes into the MLP of layer N at each token,
+                          as the router will see it: (mean of an expert - mean of all) times the
+                          inverse of the covariance within experts, and its constant
 
 In all but lda, as in mergekit-moe 0.1.5: the mean over the positive prompts, less that over the
-negative ones, of length 1. An lda has no use for negative prompts, and each row has length 1, too.
+negative ones, of length 1. An lda has no use for negative prompts; its rows have the mean length 1.
 
 Prints which share of the positive prompts' tokens goes to each expert, and which share of its own
 prompts' tokens reaches it: the mean over layers, the least and the most. Measured on what goes into
@@ -47,6 +47,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SHRINKAGE = 0.1
 """How much of the covariance is that of equal variances: a few prompts have few tokens."""
+RIDGE = 0.01
+"""The same of the regression by which inputs become one."""
 
 Tokens = dict[str, torch.Tensor]
 
@@ -126,12 +128,24 @@ def of_length_one(rows: torch.Tensor) -> torch.Tensor:
 
 def discriminant(groups: list[torch.Tensor]) -> torch.Tensor:
     """Return float32[experts, hidden].  groups: float32[tokens, hidden] of each expert."""
+    inputs = torch.cat(groups).double()
     means = torch.stack([one.double().mean(dim=0) for one in groups])
+    middle = means.mean(dim=0)
     within = torch.cat([one.double() - mean for one, mean in zip(groups, means, strict=True)])
     covariance = within.T @ within / max(1, len(within) - len(groups))
-    even = torch.eye(len(covariance), dtype=torch.float64) * covariance.diagonal().mean()
-    covariance = (1 - SHRINKAGE) * covariance + SHRINKAGE * even
-    return of_length_one(torch.linalg.solve(covariance, (means - means.mean(dim=0)).T).T).float()
+    covariance = (1 - SHRINKAGE) * covariance + SHRINKAGE * evened(covariance)
+    rows = torch.linalg.solve(covariance, (means - middle).T).T
+    # A discriminant has a constant for each expert, and a router has none. So it goes along the
+    # direction in which all inputs are nearly one.
+    constants = -(rows * (means + middle)).sum(dim=1, keepdim=True) / 2
+    squares = inputs.T @ inputs
+    rows += constants * torch.linalg.solve(squares + RIDGE * evened(squares), inputs.sum(dim=0))
+    return (rows / rows.norm(dim=1).mean()).float()
+
+
+def evened(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a diagonal matrix with the same trace, and equal entries."""
+    return torch.eye(len(matrix), dtype=matrix.dtype) * matrix.diagonal().mean()
 
 
 def routers(

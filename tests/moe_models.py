@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def write(
     torch.manual_seed(seed)
     name, sizes = CONFIGS[kind]
     classes = transformers.AutoModelForCausalLM
-    config = getattr(transformers, name)(**sizes, **more)
+    config = getattr(transformers, name)(**(sizes | more))
     model = classes.from_config(config, dtype=torch.float32)
     if like is not None:
         other = classes.from_pretrained(like, dtype=torch.float32).state_dict()
@@ -53,12 +54,12 @@ def write(
     return directory
 
 
-def with_words(directory: Path) -> Path:
+def with_words(directory: Path, words: Sequence[str] = WORDS) -> Path:
     """The same model with a tokenizer of words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    vocabulary = {word: number for number, word in enumerate(words)}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(

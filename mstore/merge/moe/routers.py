@@ -12,6 +12,7 @@ whole numbers added up, so no bit depends on the machine.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -45,8 +46,9 @@ Singles = npt.NDArray[np.float32]
 _WEIGHTS: Final = "model.safetensors"
 _DRAWS: Final = 12
 """A sum of so many even draws has the variance 1, and nearly the form of a normal one."""
-_MOST_CONDITION: Final = 100.0
-"""Of rows with a cosine of 0.9998: the larger one takes every token."""
+_LEAST_APART: Final = 0.02
+"""Of two rows, relative to the longer one: nearer ones have a cosine of 0.9998, and the longer one
+takes the tokens of both."""
 
 
 class Routers(msgspec.Struct, frozen=True):
@@ -105,15 +107,25 @@ def given(
     weights = tuple(read(router_name(layer.number), experts) for layer in layers)
     others = tuple(read(shared_router_name(layer.number), 1) for layer in layers) if shared else ()
     for layer, own in zip(layers, weights, strict=True):
-        condition = float(np.linalg.cond(own.astype(np.float64)))
-        if condition > _MOST_CONDITION:
+        near = _near(own.astype(np.float64))
+        if near is not None:
             raise Incompatible(
-                f"the router of layer {layer.number} cannot tell its experts apart (condition "
-                f"{condition:.3g}): their prompts are too much alike",
+                f"the router of layer {layer.number} cannot tell experts {near[0]} and {near[1]} "
+                "apart: their prompts are too much alike",
                 where=one.name,
                 hint="take other prompts, or gate_mode: random and train the routers",
             )
     return Routers(weights, others)
+
+
+def _near(rows: npt.NDArray[np.float64]) -> tuple[int, int] | None:
+    """Return two rows between which a router cannot tell; None if there are none."""
+    lengths = np.linalg.norm(rows, axis=1)
+    for a, b in itertools.combinations(range(len(rows)), 2):
+        longest = max(lengths[a], lengths[b])
+        if np.linalg.norm(rows[a] - rows[b]) <= _LEAST_APART * longest:
+            return a, b
+    return None
 
 
 def stored(
