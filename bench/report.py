@@ -82,6 +82,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "methods": page_methods.section,
     "adapters": page_adapters.section,
     "moe": page_moe.section,
+    "moe_quality": page_moe.quality,
     "mounts": page_mounts.section,
     "paper": page_paper.section,
     "planning": page_planning.section,

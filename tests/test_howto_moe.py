@@ -4,6 +4,7 @@ what it generates from a checkout.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -99,6 +101,31 @@ def test_the_page(mode: str, place: Path) -> None:
             own, back = store[name], store[f"dense/{number}"]
             for tensor in own.tensor_names():
                 assert (own.tensor(tensor) == back.tensor(tensor)).all()
+
+
+def test_the_figures() -> None:
+    """The table is what bench/moe_quality.py measured."""
+    told = json.loads((ROOT / "bench" / "results" / "moe_quality.json").read_text())["groups"]
+    checked = 0
+    names = {"one": "1", "one expert for each token": "1", "two": "2"}
+    for row in re.findall(r"^\| (.+?) \| (1\..*) \|$", PAGE, re.MULTILINE):
+        mode = re.fullmatch(r"mixture, `(\w+)`, (.+)", row[0])
+        cells = []
+        for group in told.values():
+            if mode is not None:
+                one = group["mixtures"][f"{mode[1]} {names[mode[2]]}"]
+            elif row[0].startswith("best merged"):
+                assert len(group["merges"]) == 5
+                one = min(group["merges"].values(), key=lambda one: fmean(one["losses"].values()))
+            else:
+                rows = {"base": "base", "each expert": "dense", "its MLPs": "right"}
+                one = group[next(key for start, key in rows.items() if row[0].startswith(start))]
+            own = one.get("own")
+            cells += [f"{fmean(one['losses'].values()):.3f}"]
+            cells += [f"{100 * fmean(own.values()):.0f} %" if own else ""]
+        checked += 1
+        assert [cell.strip() for cell in row[1].split("|")] == cells
+    assert checked == 9
 
 
 def test_an_export_comes_back(place: Path) -> None:

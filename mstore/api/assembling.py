@@ -131,9 +131,7 @@ class Assembling(Merging):
         """Return how many experts a mixture has.  Raises NotFound, Incompatible for no mixture."""
         from mstore.merge.moe.assemble import NamedModel, experts_in
 
-        found = self._input(mixture)
-        content = self._catalog.snapshot(found.snapshot).manifest_id()
-        return experts_in(self._catalog, NamedModel(found.name, content))[1]
+        return experts_in(self._catalog, NamedModel.of(self._catalog, self._input(mixture)))[1]
 
     def plan_dense(self, mixture: Revision, expert: int) -> PlanReport:
         """Plan a dense model of one expert of a mixture; `merge` makes it, of the same blocks.
@@ -148,8 +146,7 @@ class Assembling(Merging):
         layouts.require_writable(self._catalog.layout)
         found = self._input(mixture)
         with contents.held(self._catalog, [found.snapshot]):
-            content = self._catalog.snapshot(found.snapshot).manifest_id()
-            plan = dense_plan(self._catalog, NamedModel(found.name, content), expert)
+            plan = dense_plan(self._catalog, NamedModel.of(self._catalog, found), expert)
             sources = PlanInputs(NamedSnapshot(found.snapshot, found.name), ())
             return self._told(plan, sources, began)
 

@@ -18,7 +18,7 @@ from mstore.merge.planning.stack import assembly
 from mstore.merge.recipes.layers import ModelLayers
 from mstore.models.adapters.inputs import Inputs
 from mstore.store.catalog import Catalog
-from mstore.store.models import whole_config_of
+from mstore.store.models import Input, whole_config_of
 from mstore.store.objects.plan import BASE, EXPERT, ROUTERS, Plan, PlanInput, PlanOperation, Taken
 from mstore.store.objects.tensor import AppliedTensor
 from mstore.terms.errors import BadRequest, Incompatible
@@ -35,6 +35,11 @@ class NamedModel(msgspec.Struct, frozen=True):
 
     name: str
     manifest: ManifestId
+
+    @classmethod
+    def of(cls, catalog: Catalog, one: Input) -> NamedModel:
+        """Return the content of a snapshot under the name that the caller used."""
+        return cls(one.name, catalog.snapshot(one.snapshot).manifest_id())
 
 
 class Layer(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.models import Input, config_of, tensors_of
 from mstore.store.objects.plan import ROUTERS, Plan
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
-from mstore.terms.phrases import Call, Option, phrase
+from mstore.terms.phrases import Call, Option, call, phrase
 from mstore.terms.requests import PREPARED, MergeRequest, TensorRule
 
 _APPLY: Final = "task_arithmetic"
@@ -202,16 +202,12 @@ def planned(
     )
     biases = dict(zip(BIASES, (one.shape[0] for one in projections), strict=True))
     stored = routers.stored(catalog, kind, layers, weights, biases, gate.dtype, text)
-
-    def member(one: Input) -> NamedModel:
-        return NamedModel(one.name, catalog.snapshot(one.snapshot).manifest_id())
-
     plan = moe_plan(
         catalog,
         kind,
-        member(base),
-        [member(one) for one in experts],
-        [member(one) for one in shared],
+        NamedModel.of(catalog, base),
+        [NamedModel.of(catalog, one) for one in experts],
+        [NamedModel.of(catalog, one) for one in shared],
         catalog.snapshot(stored).manifest_id(),
         layers=layers,
         per_token=recipe.per_token,
@@ -261,8 +257,9 @@ def _routers(
             f"gate_mode {recipe.gate_mode} makes routers of what a model makes of the prompts",
             where=recipe.where,
             hint=phrase(
-                "python examples/routers.py RECIPE DIR computes them; then give {routers}",
-                routers=Option("routers", "DIR"),
+                "python examples/routers.py RECIPE BASE DIR makes them; then {add}, and {routers}",
+                add=call("add", "DIR", name="routers"),
+                routers=Option("routers", "routers"),
             ),
         )
     return routers.given(catalog, given, layers, experts, shared, hidden)
