@@ -335,7 +335,8 @@ class Merging(Exchanging):
         Models are named by refs of this store, with the ids of their contents as comments; by
         these where they have no ref.  `read_recipe` takes both.  With the same budget and limits,
         the request of the recipe gives the same plan.  The file mergekit_config.yml of the snapshot
-        is the same with ids alone.
+        is the same with ids alone.  That of a mixture of experts is the one that it was made from,
+        as it was written, for `plan_moe`.
 
         Raises NotFound, BadName, BadRequest (no merge made it, or no recipe can state it).
         """
