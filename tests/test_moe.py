@@ -141,6 +141,14 @@ def test_an_adapter_of_mlps_is_an_expert(store: Store, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="is not made yet"):
         store.plan_moe(text)
     assert made(store, text).remarks == ()
+    for wrong, what in (
+        ("lora", "lora is an adapter: name it with its model"),
+        ("base+base", "a model and an adapter of it, and base is no adapter"),
+        ("lora+lora", "a model and an adapter of it, and lora is an adapter"),
+    ):
+        with pytest.raises(BadRequest, match=what) as refused:
+            store.prepare_moe(recipe([{"source_model": "base"}, {"source_model": wrong}]))
+        assert refused.value.where == "the recipe, line 1"
     # Recipes may call models otherwise than the store.
     named = text.replace('"base', '"org/m').replace("org/m_model", "base_model")
     models = {"org/m": "base"}

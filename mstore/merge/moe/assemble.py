@@ -186,8 +186,8 @@ def _require_alike(inputs: Inputs, members: Sequence[NamedModel], taken: Sequenc
     ours = inputs.records([inputs.base[one.source] for one in some])
     for one, own, like in zip(some, theirs, ours, strict=True):
         where = members[one.member].name
-        if isinstance(own, AppliedTensor):
-            raise Incompatible("is an adapter: name it with its model, MODEL+ADAPTER", where=where)
+        # Adapters were refused by name (`mixture.members`).
+        assert not isinstance(own, AppliedTensor)
         if (own.dtype, own.shape) != (like.dtype, like.shape):
             raise Incompatible(
                 f"{one.source} is {own.dtype} {list(own.shape)}, that of {members[0].name} "

@@ -15,9 +15,10 @@ from mstore.merge.moe.architectures import BIASES, DOWN, PARTS, architecture_of
 from mstore.merge.moe.assemble import Layer, NamedModel, layers_of, moe_plan
 from mstore.merge.moe.noise import Noise
 from mstore.merge.moe.recipe import DRAWN, MoeExpert, MoeRecipe
-from mstore.merge.planning.recipes import Preparation
+from mstore.merge.planning.recipes import Preparation, require_adapters
 from mstore.merge.recipes.recipe import Text, at
 from mstore.models.adapters.inputs import Inputs
+from mstore.models.adapters.targets import is_adapter
 from mstore.numeric.codes import CASTS, CODES, output_dtype
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, config_of, tensors_of
@@ -65,6 +66,15 @@ def members(catalog: Catalog, recipe: MoeRecipe, find: Find, seed: int) -> tuple
     if not 0 <= seed <= _MOST_SEED:
         raise BadRequest(f"a seed is a number from 0 to 2^64 - 1, not {seed}", where=Option("seed"))
     asked = _asked_type(recipe)
+    found = {one.text: find(one.text).snapshot for one in recipe.named()}
+    manifests = {name: catalog.snapshot(id).manifest_id() for name, id in found.items()}
+    require_adapters(catalog, recipe.names(), manifests, recipe.where)
+    for one in recipe.names():
+        if is_adapter(tensors_of(catalog, catalog.manifest(manifests[one.model().text]))):
+            raise BadRequest(
+                f"{one} is an adapter: name it with its model, MODEL+ADAPTER",
+                where=at(recipe.where, one.line),
+            )
     base = find(recipe.base.model().text)
     wanted = asked or _type_of_mlps(catalog, base)
 

@@ -69,7 +69,11 @@ class MoeRecipe(msgspec.Struct, frozen=True):
 
     def named(self) -> tuple[Text, ...]:
         """Return every model and adapter that it names, once, the base first."""
-        return models_and_adapters((self.base, *(one.model for one in self.every_expert())))
+        return models_and_adapters(self.names())
+
+    def names(self) -> tuple[Text, ...]:
+        """Return the names of models as they are written, MODEL+ADAPTER too; the base first."""
+        return (self.base, *(one.model for one in self.every_expert()))
 
     def every_expert(self) -> tuple[MoeExpert, ...]:
         """Return the experts, then the shared ones."""

@@ -8,7 +8,7 @@ Does not own what a recipe means, nor which models it needs (`recipes.prepared`)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import msgspec
@@ -296,7 +296,7 @@ def _prepared(
 ) -> tuple[Recipe, tuple[Preparation, ...]]:
     """Return the recipe as it is once its models are made, and what makes them."""
     manifests = _manifests_of(catalog, recipe, revisions)
-    _require_adapters(catalog, recipe, manifests)
+    require_adapters(catalog, recipe.names(), manifests, recipe.where)
 
     counts: dict[ManifestId, int | None] = {}
 
@@ -336,11 +336,14 @@ def _prepared(
     return recipe, tuple(found)
 
 
-def _require_adapters(
-    catalog: Catalog, recipe: Recipe, manifests: Mapping[str, ManifestId]
+def require_adapters(
+    catalog: Catalog, names: Iterable[Text], manifests: Mapping[str, ManifestId], where: str
 ) -> None:
-    """Raise BadRequest for MODEL+ADAPTER where the first is no model, or the second no adapter."""
-    for one in recipe.names():
+    """Raise BadRequest for MODEL+ADAPTER where the first is no model, or the second no adapter.
+
+    where: the name of the recipe's file. manifests: contents by the recipe's names.
+    """
+    for one in names:
         adapter = one.adapter()
         if adapter is None:
             continue
@@ -349,7 +352,7 @@ def _require_adapters(
                 raise BadRequest(
                     f"{one} is a model and an adapter of it, and {part} is "
                     + ("no adapter" if wanted else "an adapter"),
-                    where=at(recipe.where, one.line),
+                    where=at(where, one.line),
                 )
 
 
