@@ -537,7 +537,9 @@ def _held_out(
     if one is None or not one.held_out:
         return None
     place, span = places[role], slice(len(one), len(one.tokens))
-    return float(_compared(one, span, place.model, place.model, place.rows[one.tokens]).mean())
+    cosines = _compared(one, span, place.model, place.model, place.rows[one.tokens])
+    known = cosines[~np.isnan(cosines)]  # rows of zeros have none
+    return float(known.mean()) if len(known) else None
 
 
 def _compared(
