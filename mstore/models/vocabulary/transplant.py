@@ -247,7 +247,8 @@ def _places(
         # Of rows that are equal in the output, none is the token.
         is_output = role == OUTPUT or OUTPUT not in own
         rows = found.for_output() if is_output else found.rows
-        id, source = donor.embeddings[other.get(role, other[INPUT])]
+        # Rows of a tied model are its output, too, which is the more sensitive of the two.
+        id, source = donor.embeddings[other.get(OUTPUT if is_output else INPUT, other[INPUT])]
         places[role] = _Place(
             rows,
             tokens[rows[tokens] == MISSING],
