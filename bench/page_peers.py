@@ -93,6 +93,19 @@ def _moe(found: Told) -> Iterator[Row]:
     )
 
 
+def _draft(found: Told) -> Iterator[Row]:
+    beside = found["beside"]
+    if "mergekit" in beside:
+        theirs, ours = (beside[name]["cpu"] for name in ("mergekit", "mstore"))
+        yield (
+            f"give a draft model {found['models']['target']['tokens']} other tokens, CPU",
+            "mergekit-tokensurgeon",
+            _seconds(theirs),
+            _seconds(ours),
+            _times(theirs / ours),
+        )
+
+
 def _search(found: Told) -> Iterator[Row]:
     yield (
         f"find 8 weights in {found['trials']} trials, the evaluator left out",
@@ -140,6 +153,7 @@ MAKERS: tuple[tuple[str, Callable[[Told], Iterator[Row]]], ...] = (
     ("budget", _budget),
     ("adapters", _adapters),
     ("moe", _moe),
+    ("draft", _draft),
     ("search", _search),
     ("lazy", _lazy),
     ("density", _density),

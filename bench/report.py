@@ -18,6 +18,7 @@ import page_aims
 import page_cluster_sim
 import page_decoding
 import page_density
+import page_draft
 import page_estimates
 import page_first
 import page_growth
@@ -83,6 +84,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "adapters": page_adapters.section,
     "moe": page_moe.section,
     "moe_quality": page_moe.quality,
+    "draft": page_draft.section,
     "mounts": page_mounts.section,
     "paper": page_paper.section,
     "planning": page_planning.section,
