@@ -37,7 +37,7 @@ sys.path.insert(1, str(Path(__file__).parent.parent / "examples"))
 import family
 import numpy as np
 import torch
-from family import HELD_OUT_EVERY, WINDOW, Schedule, batches, load, one_thread, train
+from family import HELD_OUT_EVERY, WINDOW, Schedule, batches, load, train
 from measure import RESULTS, Run, keep, machine, median, run
 from mergekit import peer_versions
 from store import Store
@@ -211,9 +211,8 @@ def trained(folder: Path, *, quick: bool) -> None:
         began, busy = time.perf_counter(), time.process_time()
         model = size.model(tokenizers[words])
         texts = corpus.encoded(tokenizers[words])
-        with one_thread():
-            for number, schedule in enumerate(size.schedules):
-                train(model, batches(texts, f"{name}{number or ''}", schedule.batch), schedule)
+        for number, schedule in enumerate(size.schedules):
+            train(model, batches(texts, f"{name}{number or ''}", schedule.batch), schedule)
         family.silence_transformers()
         model.bfloat16().save_pretrained(folder / name)
         tokenizers[words].save_pretrained(folder / name)
@@ -381,8 +380,7 @@ class Bench:
             for steps in (10,) if self.quick else TUNED_STEPS:
                 model = load(folder)
                 schedule = Schedule(steps, 1e-3, 8)
-                with one_thread():
-                    train(model, batches(self.texts, "tuned", 8), schedule, rate)
+                train(model, batches(self.texts, "tuned", 8), schedule, rate)
                 model.bfloat16().float()
                 found.setdefault(part, {})[str(steps)] = self.judge.judged(model)
                 print(f"{folder.name} {part} {steps}", file=sys.stderr, flush=True)
@@ -459,6 +457,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
+    # As in examples/family.py: threads of torch wait for each other, spinning.
+    torch.set_num_threads(1)
     bench = Bench(given.work.absolute(), given.mergekit, given.rounds, quick=given.quick)
     results: Figures = {
         "machine": machine(),
