@@ -291,6 +291,61 @@ def test_what_is_made_of_the_same_is_found(
     assert (place / "tokenizer.json").read_text() == code.to_str()
 
 
+def test_rows_of_a_tied_model_follow_the_donors_output(
+    store: Store, tmp_path: Path, prose: Any, code: Any
+) -> None:
+    """They are the output, too, where an error costs more: the donor's input says nothing here."""
+    store.add(model(tmp_path / "model", prose, seed=1, tied=True), name="model")
+    donor = model(tmp_path / "donor", code, seed=2)
+    found = load_file(donor / "model.safetensors")
+    found["model.embed_tokens.weight"] = (
+        np.random.default_rng(5)
+        .standard_normal(found["model.embed_tokens.weight"].shape)
+        .astype(np.float32)
+    )
+    save_file(found, donor / "model.safetensors")
+    store.add(donor, name="donor")
+    truth = load_file(model(tmp_path / "truth", code, seed=1, tied=True) / "model.safetensors")
+    store.transplant("model", Transplant(donor="donor", k=LATENT), name="new")
+    made = load_file(checkout(store, "new", tmp_path / "out") / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    assert np.abs(made[name] - truth[name]).max() < 1e-3
+
+
+def test_a_row_of_zeros_has_no_cosine(store: Store, tmp_path: Path, prose: Any, code: Any) -> None:
+    """Rows of zeros, as padding often has them, leave the mean of the others."""
+    for name, library, seed in (("model", prose, 1), ("donor", code, 2)):
+        place = model(tmp_path / name, library, seed=seed)
+        found = load_file(place / "model.safetensors")
+        for tensor in ("model.embed_tokens.weight", "lm_head.weight"):
+            found[tensor][known(library).ids["!"]] = 0
+        save_file(found, place / "model.safetensors")
+        store.add(place, name=name)
+    report = store.transplant("model", Transplant(donor="donor", k=LATENT), name="new")
+    assert report.held_out_input is not None
+    assert report.held_out_output is not None
+    assert min(report.held_out_input, report.held_out_output) > 0.99
+
+
+def test_stand_ins_are_no_part_of_others(
+    store: Store, tmp_path: Path, prose: Any, code: Any
+) -> None:
+    """A token that is another by what it is for says nothing of what rows mean."""
+    for name, library, seed, tokens in (
+        ("model", prose, 1, ("<s>", "<end>")),
+        ("donor", code, 2, ("<|begin|>", "<|end|>")),
+    ):
+        said = dict(zip(("bos_token", "eos_token"), tokens, strict=True))
+        store.add(model(tmp_path / name, library, seed=seed, settings=said), name=name)
+    report = store.transplant("model", Transplant(donor="donor", k=4), name="new")
+    assert len(report.stand_ins) == 2
+    assert report.combinations is not None
+    place = checkout(store, report.combinations, tmp_path / "out")
+    rows = load_file(place / "model.safetensors")["input.rows"]
+    ids = known(prose).ids
+    assert not np.isin(rows, [ids["<s>"], ids["<end>"]]).any()
+
+
 def test_everything_else_is_shared(store: Store, tmp_path: Path, prose: Any, code: Any) -> None:
     """Tensors that have no row for each token are the model's blocks; the lineage names all."""
     store.add(model(tmp_path / "model", prose, seed=1), name="model")

@@ -206,14 +206,14 @@ def _transplant(session: Session, base: str, asked: Transplant, name: str) -> No
                     for one in report.classes
                 ),
             )
-        if report.worst:
-            told = ", ".join(f"{one.token!r} {one.cosine:.2f}" for one in report.worst)
-            screen.line(f"worst: {told}")
         if report.held_out_input is not None:
             screen.line(
                 "tokens of both, made as if they were new: cosine "
                 f"{cosine(report.held_out_input)}, of the output {cosine(report.held_out_output)}"
             )
+        if report.worst:
+            told = ", ".join(f"{one.token!r} {one.cosine:.2f}" for one in report.worst)
+            screen.line(f"worst: {told}")
         for remark in report.remarks:
             screen.line(f"remark: {remark}")
 

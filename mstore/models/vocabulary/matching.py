@@ -132,14 +132,13 @@ class Matches(msgspec.Struct, frozen=True):
         """Return the rows with each row of the model once."""
         return np.where(self.is_first, self.rows, MISSING)
 
-    def atoms(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the rows of the donor, and those of the model, that are the same tokens by what
-        they write; each row once.
+    def atoms(self) -> npt.NDArray[np.int64]:
+        """Return the donor's rows of tokens that the model has by what they write, each row of the
+        model once: of these others are made.
         """
         is_said = np.zeros(len(self.rows), np.bool_)
         is_said[[row for row, token in self.tokens.items() if token in self.alike]] = True
-        theirs = np.flatnonzero(self.is_first & ~is_said)
-        return theirs, self.rows[theirs]
+        return np.flatnonzero(self.is_first & ~is_said)
 
 
 def matches(model: Tokens, donor: Tokens, asked: Mapping[str, str]) -> Matches:

@@ -160,13 +160,15 @@ def transplant(
     model, other = member(catalog, given, None), member(catalog, donor, None)
     own, theirs = Tokens.of(catalog, model), Tokens.of(catalog, other)
     found = matches(own, theirs, asked.tokens)
-    if not found.is_first.any():
+    if not len(found.atoms()):
         raise Incompatible(f"has no token of {given.name}", where=donor.name)
     length = len(found.rows)
     rows = padded(max(length, other.rows) if asked.keep_padding else length, asked.pad_to)
     with Transaction(catalog, "align") as transaction:
         places = _places(catalog, transaction, model, other, found)
-        made, combined = _combined(catalog, transaction, asked, places, own, theirs, progress)
+        made, combined = _combined(
+            catalog, transaction, asked, places, own, theirs, found, progress
+        )
         written = transaction.bytes_written
     with Transaction(catalog, "align") as transaction:
         files = _Files(catalog, transaction, asked, model, other, own, theirs, found, rows)
@@ -305,6 +307,7 @@ def _combined(
     places: Mapping[str, _Place],
     own: Tokens,
     theirs: Tokens,
+    found: Matches,
     progress: ProgressCallback | None,
 ) -> tuple[dict[str, Combinations], _Stored | None]:
     """Return what new rows are made of, by embedding, and where that is stored.
@@ -318,7 +321,7 @@ def _combined(
     for role, place in places.items():
         key.update(role.encode() + place.rows.tobytes() + place.missing.tobytes())
         if asked.approximation == OMP:
-            key.update(bytes(place.donor_id))
+            key.update(bytes(place.donor_id) + found.atoms().tobytes())
         else:
             key.update(b"".join(b"%r" % texts[at] for at in place.missing.tolist()))
             key.update(own.tokenizer.encode())
@@ -327,8 +330,8 @@ def _combined(
     if there is not None:
         snapshot = there.snapshot_id()
         counts = {role: len(place.model.raw) for role, place in places.items()}
-        found = combinations.read(catalog, snapshot, branch, counts)
-        return found, _Stored(branch, snapshot)
+        known = combinations.read(catalog, snapshot, branch, counts)
+        return known, _Stored(branch, snapshot)
     made: dict[str, Combinations] = {}
     total = sum(one.donor.raw.shape[1] * len(one.missing) for one in places.values())
     tick = ProgressCounter("pursue", total, progress)
@@ -338,14 +341,14 @@ def _combined(
             rows = [[id for id in one if id < len(place.model.raw)] for one in pieces]
             made[role] = combinations.of_pieces(place.missing, rows)
         else:
-            made[role] = _pursued(asked.k, place, tick)
+            made[role] = _pursued(asked.k, place, found, tick)
     snapshot = combinations.stored(catalog, transaction, branch, made)
     return made, _Stored(branch, snapshot)
 
 
-def _pursued(k: int, place: _Place, tick: ProgressCounter) -> Combinations:
+def _pursued(k: int, place: _Place, found: Matches, tick: ProgressCounter) -> Combinations:
     """Return new rows as the donor's are made of the donor's, and some that are not new."""
-    theirs = np.flatnonzero(place.rows != MISSING)
+    theirs = found.atoms()
     atoms = place.donor.singles(theirs)
     # Not more of them than one in eight, which would say little about the others.
     held = np.unique(np.linspace(0, len(theirs) - 1, min(_HELD_OUT, len(theirs) // 8)).astype(int))
@@ -354,12 +357,12 @@ def _pursued(k: int, place: _Place, tick: ProgressCounter) -> Combinations:
     targets = place.donor.singles(tokens)
     if not (np.isfinite(atoms).all() and np.isfinite(targets).all()):
         raise Incompatible("the donor's embeddings have numbers that are not finite")
-    found: list[tuple[Numbers, Singles]] = []
+    made: list[tuple[Numbers, Singles]] = []
     for taken, factors in pursue(targets, atoms, k, excluded):
-        found.append((taken, factors))
+        made.append((taken, factors))
         tick(len(taken) * place.donor.raw.shape[1])
-    rows = np.concatenate([one for one, _ in found]) if found else np.zeros((0, 1), np.int64)
-    factors = np.concatenate([one for _, one in found]) if found else np.zeros((0, 1), np.float32)
+    rows = np.concatenate([one for one, _ in made]) if made else np.zeros((0, 1), np.int64)
+    factors = np.concatenate([one for _, one in made]) if made else np.zeros((0, 1), np.float32)
     return Combinations(tokens, place.rows[theirs][rows], factors, len(held))
 
 
