@@ -9,17 +9,20 @@ import families
 import pytest
 from later import Later
 
+from mstore.models.adapters.config import parse_config
 from mstore.models.adapters.targets import factor_names, targets_of
 from mstore.terms.errors import Incompatible
 
 torch = Later("torch")
 transformers = Later("transformers")
 
+CONFIG = parse_config(b'{"peft_type": "LORA"}', "here")
+
 
 def found(modules: list[str], base: list[str]) -> list[str]:
     """The base's tensors of an adapter's products, in their order."""
     names = [one for module in modules for one in factor_names(module, embedding=False)]
-    return [one.tensor for one in targets_of(names, base, "here").products]
+    return [one.tensor for one in targets_of(names, base, "here", CONFIG).products]
 
 
 TEXT = "layers.0.self_attn.q_proj"

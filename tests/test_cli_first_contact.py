@@ -329,9 +329,9 @@ def test_a_recipe_where_a_merge_is_asked_for(shared: Program) -> None:
 
 
 def test_an_adapter_where_a_model_is_needed(mstore: Program, tmp_path: Path) -> None:
-    """A LoRA adapter of another form than PEFT's is called that, and can be stored as it is."""
+    """A LoRA adapter of a form that is not known is called that, and can be stored as it is."""
     tensors: list[Tensor] = [
-        (f"lora_te.t.lora_{side}.weight", "F32", (2, 2), bytes(16)) for side in ("up", "down")
+        (f"t.lora_{side}.mine.weight", "F32", (2, 2), bytes(16)) for side in ("A", "B")
     ]
     write_safetensors(tmp_path / "lora" / "adapter_model.safetensors", tensors)
     mstore.succeed("add", tmp_path / "lora", "--name", "lora", "--base", "none")

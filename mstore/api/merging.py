@@ -431,6 +431,7 @@ class Merging(Exchanging):
             self._plan_warnings[key] = (
                 *warnings.senseless(self._catalog, self._statistics, plan, sources),
                 *warnings.adapters_of_other_bases(*about),
+                *warnings.text_encoders_left_out(*about),
                 *warnings.tokens_in_other_rows(*about),
                 *warnings.other_tensors(*about),
                 *warnings.other_models(*about),

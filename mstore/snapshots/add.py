@@ -23,7 +23,7 @@ from mstore.checkpoint.models import name_in_model, renamed, split_name
 from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.strict_json import json_object
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG
-from mstore.models.adapters.targets import check_adapter, is_adapter, is_any_adapter
+from mstore.models.adapters.targets import check_adapter, has_keys, is_adapter, is_any_adapter
 from mstore.models.made import Publication, assembled, texts_of
 from mstore.models.stats.store import StatsStore
 from mstore.snapshots.add_files import FileAdder, readable_tensors
@@ -142,6 +142,11 @@ def _require_fine_tune(
     config = next((file for file in files if file.path == CONFIG), None)
     if not is_adapter(tensors) and is_any_adapter(shapes, tensors, config is not None):
         models = models_in(catalog, base)
+        if has_keys(slots):
+            every = readable_tensors(catalog, set(models.tensors.values()))
+            named = {one: record for one, id in models.tensors.items() if (record := every[id])}
+            check_adapter(None, slots, named, name)
+            return
         own_model = models.meant(name) if asked.model is None else asked.model
         own_slots = {name_in_model(own): slot for own, slot in slots.items()}
         tied = Tied.of(catalog, base, own_model, own_slots)

@@ -16,13 +16,13 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from mstore.checkpoint.declared import CARD
 from mstore.merge.combination.members import INSTEAD, AdapterMember, members_of
 from mstore.merge.combination.methods import CombineSetting
 from mstore.merge.combination.products import Read, joined, truncated, united
 from mstore.merge.running.model_card import number_text
 from mstore.models.adapters.extract import branch_for_adapter, put_files
 from mstore.models.adapters.low_rank import read_singles
-from mstore.models.adapters.targets import factor_names
 from mstore.models.adapters.truncation import Errors, Singles, TruncatedTensor
 from mstore.models.made import (
     NAME,
@@ -31,6 +31,7 @@ from mstore.models.made import (
     licence_lines,
     licence_section,
     put_array,
+    put_model,
     said,
 )
 from mstore.store.catalog import Catalog
@@ -339,6 +340,9 @@ class _Combiner:
         records = self._catalog.tensors(list(unchanged.values()))
         tensors |= dict(zip(unchanged, records, strict=True))
         first = self._members[0]
+        if first.weights is not None:
+            put = self._transaction
+            return put_model(self._catalog, put, first.weights, tensors, {CARD: card.encode()})
         settings = {key: first.settings[key] for key in _KEPT if key in first.settings}
         return put_files(
             self._catalog,
@@ -364,7 +368,8 @@ class _Combiner:
         """Return the two tensors of a module's product, and take note of what they leave out."""
         of = [(k, self._members[k]) for k in self._work.modules[module]]
         read = [self._read(k, member, module) for k, member in of]
-        names = factor_names(module, embedding=of[0][1].products[module].embedding)
+        product = of[0][1].products[module]
+        names = product.names
         setting, rank = self._setting, self._work.rank
         if setting.method.of_products:
             # The error is that of the factors as they are stored.
@@ -376,7 +381,12 @@ class _Combiner:
         else:
             down, up = self._rounded(module, *united(read, names, setting))
         missing = rank - len(down)
-        full = np.pad(down, ((0, missing), (0, 0))), np.pad(up, ((0, 0), (0, missing)))
+        down, up = np.pad(down, ((0, missing), (0, 0))), np.pad(up, ((0, 0), (0, missing)))
+        # Those of a convolution have its dimensions.
+        full = (
+            down.reshape(-1, *product.down.shape[1:]),
+            up.reshape(*up.shape, *product.up.shape[2:]),
+        )
         return {
             name: put_array(self._transaction, name, factor, self._work.dtype)
             for name, factor in zip(names, full, strict=True)
@@ -387,6 +397,7 @@ class _Combiner:
         down, up = read_singles(self._catalog, [product.down, product.up])
         if not (np.isfinite(down).all() and np.isfinite(up).all()):
             raise Incompatible(f"{member.name} has elements that are not finite", where=module)
+        down, up = (one.reshape(one.shape[0], -1) for one in (down, up))
         return Read(down, up, product.scale, member.weight, position)
 
     def _rounded(self, module: str, *factors: Singles) -> tuple[Singles, Singles]:

@@ -6,7 +6,9 @@ no weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -14,7 +16,11 @@ import msgspec
 
 from mstore.checkpoint.strict_json import json_object
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG, LoraConfig, parse_config
-from mstore.models.adapters.targets import is_adapter, is_unchanged, pairs_of
+from mstore.models.adapters.forms import product_shape
+from mstore.models.adapters.image import configs_of, layers_of
+from mstore.models.adapters.low_rank import read_singles
+from mstore.models.adapters.targets import has_keys, is_adapter, is_unchanged, pairs_of
+from mstore.models.made import metadata_of
 from mstore.numeric.codes import CODES, cast_hint
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in
@@ -35,13 +41,16 @@ INSTEAD: Final = phrase(
 class AdapterProduct(msgspec.Struct, frozen=True):
     """One product of an adapter.
 
-    down: float[rank, columns]. up: float[rows, rank]. scale: what the product is multiplied by.
+    down: float[rank, columns]. up: float[rows, rank]; those of a convolution have more dimensions,
+    and count as such. scale: what the product is multiplied by. names: of down and up, as this
+    adapter has them.
     """
 
     down: Tensor
     up: Tensor
     scale: float
     embedding: bool
+    names: tuple[str, str]
 
     @property
     def rank(self) -> int:
@@ -51,14 +60,15 @@ class AdapterProduct(msgspec.Struct, frozen=True):
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of up @ down."""
-        return self.up.shape[0], self.down.shape[1]
+        return self.up.shape[0], math.prod(self.down.shape[1:])
 
 
 class AdapterMember(msgspec.Struct, frozen=True):
     """An adapter to combine.
 
     products: by module. unchanged: tensors that repeat the base's below a product, by name.
-    settings: its config. bases: what it was added as an adapter of.
+    settings: its config. bases: what it was added as an adapter of. weights: the path of its file,
+    if its keys say all (it has no config), else None.
     """
 
     name: str
@@ -69,6 +79,7 @@ class AdapterMember(msgspec.Struct, frozen=True):
     unchanged: Mapping[str, TensorId]
     settings: Mapping[str, Any]
     bases: tuple[SnapshotId, ...]
+    weights: str | None = None
 
 
 def members_of(
@@ -100,6 +111,9 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Adapt
     own = models.meant(name)
     tensors = models.in_model(own)
     raw = catalog.read_small(manifest.file(models.named[own].path(CONFIG)), MAX_CONFIG)
+    bases = tuple(snapshot.of_role(BASE))
+    if raw is None and has_keys(tensors):
+        return _of_keys(catalog, name, id, weight, models.named[own].files[0], tensors, bases)
     if raw is None or not is_adapter(tensors):
         raise Incompatible(
             f"is not a LoRA adapter with its {CONFIG}",
@@ -139,7 +153,11 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Adapt
     )
     products = {
         pair.module: AdapterProduct(
-            next(records), next(records), config.scale_of(pair.module), pair.embedding
+            next(records),
+            next(records),
+            config.scale_of(pair.module),
+            pair.embedding,
+            (pair.down, pair.up),
         )
         for pair in pairs
     }
@@ -147,11 +165,49 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Adapt
         raise Incompatible("has two products for one module", where=name)
     for module, product in products.items():
         _require_matrices(module, product, config, name)
-    bases = tuple(snapshot.of_role(BASE))
     return AdapterMember(name, id, weight, config, products, unchanged, settings, bases)
 
 
-def _require_matrices(module: str, product: AdapterProduct, config: LoraConfig, where: str) -> None:
+_PLAIN: Final = parse_config(b'{"peft_type": "LORA"}', "an adapter")
+
+
+def _of_keys(
+    catalog: Catalog,
+    name: str,
+    id: SnapshotId,
+    weight: float,
+    file: str,
+    tensors: Mapping[str, TensorId],
+    bases: tuple[SnapshotId, ...],
+) -> AdapterMember:
+    """Return an adapter without a config.  Its modules are called by model and path."""
+    stored = dict(zip(tensors, catalog.tensors(list(tensors.values())), strict=True))
+    weights = catalog.manifest_of(id).file(file)
+    metadata = None if weights is None else metadata_of(catalog.read_parts(weights.parts[:1]))
+    layers = layers_of(stored, name, configs_of(metadata, name))
+    products: dict[str, AdapterProduct] = {}
+    numbers = iter(
+        read_singles(catalog, [stored[one.alpha] for one in layers.values() if one.alpha])
+    )
+    for (model, path), one in layers.items():
+        if one.form != "lora" or one.magnitude is not None:
+            what = "DoRA" if one.form == "lora" else one.form
+            raise Incompatible(
+                f"{path} is {what}, and mstore combines products of LoRA", where=name, hint=INSTEAD
+            )
+        up, down = (stored[part] for part in one.names)
+        scale = float(next(numbers).reshape(())) / down.shape[0] if one.alpha else one.scale
+        products[f"{model}: {path}"] = AdapterProduct(
+            down, up, 1.0 if scale is None else scale, False, (one.names[1], one.names[0])
+        )
+    for module, product in products.items():
+        _require_matrices(module, product, None, name)
+    return AdapterMember(name, id, weight, _PLAIN, products, {}, {}, bases, file)
+
+
+def _require_matrices(
+    module: str, product: AdapterProduct, config: LoraConfig | None, where: str
+) -> None:
     up, down = product.up, product.down
     odd = {up.dtype, down.dtype} - CODES.keys()
     if odd:
@@ -160,14 +216,17 @@ def _require_matrices(module: str, product: AdapterProduct, config: LoraConfig, 
             where=where,
             hint=cast_hint(odd, where),
         )
-    is_product = len(up.shape) == len(down.shape) == 2 and up.shape[1] == down.shape[0]
-    if not is_product or not all((*up.shape, *down.shape)):
+    try:
+        if config is not None and not len(up.shape) == len(down.shape) == 2:
+            raise ValueError("no matrices")
+        product_shape("lora", [up.shape, down.shape])
+    except ValueError as error:
         raise Incompatible(
             f"has {list(up.shape)} and {list(down.shape)} for {module}: mstore combines products "
             "of matrices",
             where=where,
-        )
-    if product.rank != config.rank_of(module):
+        ) from error
+    if config is not None and product.rank != config.rank_of(module):
         raise Incompatible(
             f"its product for {module} has rank {product.rank}, its {CONFIG} says "
             f"{config.rank_of(module)}",
@@ -175,8 +234,32 @@ def _require_matrices(module: str, product: AdapterProduct, config: LoraConfig, 
         )
 
 
+_STYLES: Final = {
+    "the authors of the model": re.compile(
+        r"denoiser: (input_blocks|middle_block|output_blocks|double_blocks|single_blocks)_"
+    ),
+    "diffusers": re.compile(
+        r"denoiser: (down_blocks|mid_block|up_blocks|transformer_blocks|single_transformer_blocks)_"
+    ),
+}
+
+
+def _styles(member: AdapterMember) -> Iterator[str]:
+    """Yield whose names an adapter of an image model has for its layers."""
+    if member.weights is not None:
+        for style, pattern in _STYLES.items():
+            if any(map(pattern.match, member.products)):
+                yield style
+
+
 def _require_same_modules(members: Sequence[AdapterMember]) -> None:
     """Raise Incompatible for products that differ in shape, or modules in how they are named."""
+    for one, other in pairwise(members):
+        if (one.weights is None) != (other.weights is None):
+            with_config, without = (one, other) if one.weights is None else (other, one)
+            raise Incompatible(
+                f"has keys of image models, and {with_config.name} is PEFT's", where=without.name
+            )
     first: dict[str, AdapterMember] = {}
     unchanged: dict[str, tuple[TensorId, AdapterMember]] = {}
     for member in members:
@@ -195,6 +278,14 @@ def _require_same_modules(members: Sequence[AdapterMember]) -> None:
                 raise Incompatible(
                     f"was trained on other weights of {name} than {other.name}", where=member.name
                 )
+    styles = [(style, one) for one in members for style in _styles(one)]
+    for (style, one), (other_style, other) in pairwise(styles):
+        if style != other_style:
+            raise Incompatible(
+                f"names layers as {other_style} do, and {one.name} as {style}: combine adapters "
+                "with names of one kind, or merge them into their base",
+                where=other.name,
+            )
     for module, member in first.items():
         rest = module
         while "." in rest:

@@ -61,6 +61,7 @@ INPUT_MOVED = "merged branch moved"
 FAR = "expert far from the base"
 SWAPPED = "base and expert swapped"
 OUT_OF_SCALE = "weight out of scale"
+NO_ENCODER = "no text encoder"
 
 MOST_OF_MODEL: Final = 0.5
 """An expert that moved a whole model further than this, relative to the base's norm, is odd."""
@@ -87,9 +88,9 @@ class MergeWarning(Report, frozen=True):
     kind: str
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
     over budget, expert left out, expert trimmed away, expert far from the base, weight out of
-    scale, base and expert swapped, adapter of another base, tokens in other rows, other tensors,
-    other models, head of its own, config of a stack, merged branch moved, overflow, not finite, or
-    licences"""
+    scale, base and expert swapped, adapter of another base, no text encoder, tokens in other rows,
+    other tensors, other models, head of its own, config of a stack, merged branch moved, overflow,
+    not finite, or licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str
@@ -156,6 +157,23 @@ def adapters_of_other_bases(
             text = f"{source.name} was added as an adapter of {told}, not of {sources.base.name}"
             found.append(MergeWarning(OTHER_BASE, source.name, text))
     return tuple(found)
+
+
+def text_encoders_left_out(
+    catalog: Catalog, plan: Plan, sources: PlanInputs
+) -> tuple[MergeWarning, ...]:
+    """Return a warning for each adapter with tensors of a text encoder that the base lacks."""
+    left_out = Inputs.of(catalog, plan).left_out
+    return tuple(
+        MergeWarning(
+            NO_ENCODER,
+            source.name,
+            f"{source.name}: {len(left_out[number])} of its tensors are of text encoders, which "
+            f"{sources.base.name} does not have",
+        )
+        for number, source in enumerate(sources.experts)
+        if left_out.get(number)
+    )
 
 
 def tokens_in_other_rows(

@@ -36,7 +36,7 @@ from mstore.models.made import Publication, put_array, put_model
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
 from mstore.store.catalog import Catalog
-from mstore.store.models import config_of, models_in
+from mstore.store.models import config_of, models_in, tensors_of
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.shapes import (
     EMBEDDINGS,
@@ -442,7 +442,8 @@ def branch_for_adapter(catalog: Catalog, name: str) -> Ref | None:
     if tip is not None:
         # A damaged tip says nothing.
         with suppress(NotFound, Corrupt):
-            if catalog.manifest(tip.manifest_id()).file(CONFIG) is None:
+            manifest = catalog.manifest(tip.manifest_id())
+            if manifest.file(CONFIG) is None and not is_adapter(tensors_of(catalog, manifest)):
                 raise BadRequest(
                     f"{name} is a branch of a model: an adapter needs one of its own",
                     where=Option("name"),

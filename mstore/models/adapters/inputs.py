@@ -10,23 +10,27 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from mstore.checkpoint.models import full_name, own_name, renamed, split_name
-from mstore.models.adapters.config import CONFIG, MAX_CONFIG, LoraConfig
+from mstore.models.adapters.config import CONFIG, MAX_CONFIG
+from mstore.models.adapters.low_rank import read_singles
+from mstore.models.adapters.products import Product
 from mstore.models.adapters.targets import (
-    Product,
+    AdapterPlan,
+    has_keys,
     is_adapter,
     is_any_adapter,
-    is_transposed,
-    plan_adapter,
-    require_product,
+    plan_of_keys,
+    plan_of_peft,
 )
+from mstore.models.made import metadata_of
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in, paired, require_pairs
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.plan import Plan
 from mstore.store.objects.shapes import EMBEDDINGS, chosen
-from mstore.store.objects.tensor import AppliedTensor, Tensor, applied
+from mstore.store.objects.tensor import AppliedTensor, FactoredProduct, Tensor, applied
 from mstore.store.tied import KEY, Tied, ties_embeddings
 from mstore.terms.errors import Incompatible
 from mstore.terms.ids import ManifestId, TensorId
@@ -82,7 +86,7 @@ class ModelPairs:
         skip: Sequence[str] = (),
     ) -> None:
         found = [
-            paired(base.named, own.named, (choice.base, given))
+            _of_all(base, own, choice.base) or paired(base.named, own.named, (choice.base, given))
             for own, given in zip(experts, choice.experts, strict=True)
         ]
         for own, pair, where in zip(experts, found, names[1:], strict=True):
@@ -135,6 +139,8 @@ class Inputs:
     ) -> None:
         self._catalog = catalog
         self._applied: dict[TensorId, AppliedTensor] = {}
+        self.left_out: dict[int, tuple[str, ...]] = {}
+        """By expert: an adapter's tensors of text encoders that the base does not have."""
         self._model = catalog.manifest(base)
         self._models = models_in(catalog, self._model)
         members = [models_in(catalog, catalog.manifest(id)) for id in experts]
@@ -151,8 +157,11 @@ class Inputs:
         ):
             is_model = number < len(experts) - len(companions)
             tensors: dict[str, TensorId] = {}
-            for ours, theirs in pair.items():
-                tensors |= self._taken(own, ours, theirs, where, companions)
+            if self._takes_adapters and is_model and _is_keyed(own):
+                tensors |= self._of_keys(number, own, pair, where)
+            else:
+                for ours, theirs in pair.items():
+                    tensors |= self._taken(own, ours, theirs, where, companions)
             lacks = stand_ins(self.base, tensors) if fill or not is_model else {}
             found.append({**tensors, **lacks} if lacks else tensors)
             lacking.append(tuple(lacks))
@@ -237,32 +246,11 @@ class Inputs:
         base = tied.both(self._models.in_model(ours))
         config_file = adapter.manifest.file(adapter.named[theirs].path(CONFIG))
         raw = self._catalog.read_small(config_file, MAX_CONFIG)
-        config, targets = plan_adapter(raw, own, base, where)
-        for tensor, name in targets.kept:
-            if own[name] != base[tensor]:
-                raise Incompatible(
-                    f"the adapter was trained on other weights of {tensor} than the base's",
-                    where=where,
-                )
-        tensors = dict(base)
-        for tensor, name in targets.replaced:
-            tensors[tensor] = own[name]
-        # All of them with one look into the index.
-        named = [product.names(dora=config.dora) for product in targets.products]
-        ids = [base[product.tensor] for product in targets.products]
-        ids += [own[name] for names in named for name in names]
-        stored = dict(zip(ids, self._catalog.tensors(ids), strict=True))
-        for product, names in zip(targets.products, named, strict=True):
-            found = {name: stored[own[name]] for name in names}
-            before = stored[base[product.tensor]]
-            require_product(product, config, {product.tensor: before}, found, where)
-            record = self._product(product, before, found, config)
-            id = record.id()
-            self._applied[id] = record
-            tensors[product.tensor] = id
-        changed = [one.tensor for one in targets.products]
+        plan = plan_of_peft(raw, own.keys(), base.keys(), where)
+        tensors = self._changed(plan, own, base, where)
+        changed = [one.tensor for one in plan.targets.products]
         for group in tied.groups:
-            _follow(group, base, tensors, changed, tying=config.tying)
+            _follow(group, base, tensors, changed, tying=plan.tying)
             if tied.unstored in group and tensors[group[0]] != tensors.pop(group[1]):
                 raise Incompatible(
                     f"the adapter makes {group[0]} and {group[1]} differ, and the base stores one "
@@ -273,23 +261,105 @@ class Inputs:
                 )
         return tensors
 
-    def _product(
-        self, product: Product, before: Tensor, found: Mapping[str, Tensor], config: LoraConfig
-    ) -> AppliedTensor:
-        """Return what a product makes of a tensor; found: the adapter's own tensors, by name."""
-        up, down = found[product.up], found[product.down]
-        transposed = is_transposed(product, config)
-        # The transposed product is that of the transposed factors, in the other order.
-        left, right = (down, up) if transposed else (up, down)
-        return applied(
-            before,
-            left,
-            right,
-            transposed=transposed,
-            scale=config.scale_of(product.module),
-            magnitude=found.get(product.magnitude or ""),
-            block_size=self._catalog.block_size,
+    def _of_keys(self, number: int, adapter: Models, pair: Mapping[str, str], where: str) -> Names:
+        """Return the tensors that an adapter without a config makes of all models of a base."""
+        own = adapter.tensors
+        base = {
+            full_name(ours, name): id
+            for ours in pair
+            for name, id in self._models.in_model(ours).items()
+        }
+        records = dict(zip(own, self._catalog.tensors(list(own.values())), strict=True))
+        before = dict(zip(base, self._catalog.tensors(list(base.values())), strict=True))
+        [model] = adapter.named.values()
+        header = adapter.manifest.file(model.files[0])
+        told = None if header is None else metadata_of(self._catalog.read_parts(header.parts[:1]))
+        plan = plan_of_keys(records, before, where, told)
+        self.left_out[number] = plan.targets.without
+        return self._changed(plan, own, base, where)
+
+    def _changed(
+        self, plan: AdapterPlan, own: Names, base: Names, where: str
+    ) -> dict[str, TensorId]:
+        """Return the tensors of a base as an adapter makes them."""
+        targets = plan.targets
+        for tensor, name in targets.kept:
+            if own[name] != base[tensor]:
+                raise Incompatible(
+                    f"the adapter was trained on other weights of {tensor} than the base's",
+                    where=where,
+                )
+        tensors = dict(base)
+        for tensor, name in targets.replaced:
+            tensors[tensor] = own[name]
+        # All of them with one look into the index.
+        ids = [base[product.tensor] for product in targets.products]
+        ids += [own[name] for product in targets.products for name in _names(product)]
+        stored = dict(zip(ids, self._catalog.tensors(ids), strict=True))
+        found = {name: stored[own[name]] for one in targets.products for name in _names(one)}
+        alphas = self._numbers(
+            {one.alpha: found[one.alpha] for one in targets.products if one.alpha is not None}
         )
+        parts: dict[str, list[FactoredProduct]] = {}
+        magnitudes: dict[str, Tensor] = {}
+        for product in targets.products:
+            one = stored[base[product.tensor]]
+            plan.require(product, {product.tensor: one}, found, where)
+            parts.setdefault(product.tensor, []).append(
+                FactoredProduct(
+                    product.form,
+                    tuple(found[name] for name in product.names),
+                    plan.scale_of(product, found, alphas),
+                    product.first,
+                    product.rows or one.shape[0],
+                    product.at,
+                )
+            )
+            if product.magnitude is not None:
+                magnitudes[product.tensor] = found[product.magnitude]
+        for tensor, several in parts.items():
+            record = applied(
+                stored[base[tensor]],
+                tuple(several),
+                magnitude=magnitudes.get(tensor),
+                block_size=self._catalog.block_size,
+            )
+            id = record.id()
+            self._applied[id] = record
+            tensors[tensor] = id
+        return tensors
+
+    def _numbers(self, records: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return what tensors of one number say.  Raises Incompatible."""
+        found = {}
+        for name, values in zip(
+            records, read_singles(self._catalog, list(records.values())), strict=True
+        ):
+            if values.size != 1 or not np.isfinite(values).all():
+                raise Incompatible(f"the adapter's {name} is no number")
+            found[name] = float(values.reshape(()))
+        return found
+
+
+def _is_keyed(one: Models) -> bool:
+    """Return whether a checkpoint is one adapter without a config."""
+    if len(one.named) != 1 or not has_keys(one.tensors):
+        return False
+    [model] = one.named.values()
+    return one.manifest.file(model.path(CONFIG)) is None
+
+
+def _of_all(base: Models, own: Models, chosen: str | None) -> dict[str, str] | None:
+    """Return what such an adapter stands for: all models of a base, or the one that is named."""
+    if not _is_keyed(own) or is_adapter(base.tensors):
+        return None
+    return dict.fromkeys(base.named if chosen is None else [chosen], next(iter(own.named)))
+
+
+def _names(product: Product) -> tuple[str, ...]:
+    """Return all tensors of an adapter that a product is made of."""
+    more = (product.magnitude, product.alpha)
+    return (*product.names, *(name for name in more if name is not None))
 
 
 def _follow(

@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.reader import Meter
+from mstore.models.adapters.forms import FORMS, Pair
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
 from mstore.store.catalog import Catalog
-from mstore.store.objects.tensor import AppliedTensor, Tensor
+from mstore.store.objects.tensor import AppliedTensor, FactoredProduct, Tensor
 from mstore.store.remembered import Recent
 
 _BLOCK: Final = 32, 64
@@ -191,14 +192,33 @@ def load_factors(
     read = iter(read_singles(catalog, [one for own in records for one in own.factors], meter))
     found = []
     for record in records:
-        left, right, *more = (next(read) for _ in record.factors)
-        if record.transposed:
-            left, right = left.T, right.T
-        scale = np.array([record.scale], dtype=np.float32)
-        magnitude = more[0].reshape(-1) if more else None
-        left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
-        found.append(Factors(left, right, scale, magnitude))
+        made = [
+            (product, FORMS[product.form].factors(*(next(read) for _ in product.factors)))
+            for product in record.products
+        ]
+        magnitude = None if record.magnitude is None else next(read).reshape(-1)
+        found.append(_joined(made, record.shape[0], magnitude))
     return found
+
+
+def _joined(
+    made: Sequence[tuple[FactoredProduct, Pair]], rows: int, magnitude: Singles | None
+) -> Factors:
+    """Return products of some rows each as one of all rows."""
+    if len(made) == 1 and (made[0][0].at, made[0][0].rows) == (0, rows):
+        [(product, (left, right))] = made
+        scale = np.array([product.scale], dtype=np.float32)
+        left = np.ascontiguousarray(left[product.first : product.first + rows])
+        return Factors(left, np.ascontiguousarray(right), scale, magnitude)
+    right = np.concatenate([right for _, (_, right) in made])
+    left = np.zeros((rows, len(right)), np.float32)
+    column = 0
+    for product, (own, other) in made:
+        place = slice(product.at, product.at + product.rows), slice(column, column + len(other))
+        taken = own[product.first : product.first + product.rows]
+        left[place] = np.float32(product.scale) * taken
+        column += len(other)
+    return Factors(left, right, np.ones(1, dtype=np.float32), magnitude)
 
 
 def stored_bytes(catalog: Catalog, records: Sequence[AppliedTensor]) -> list[int]:

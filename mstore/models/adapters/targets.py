@@ -9,16 +9,25 @@ files that are not stored yet.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from mstore.models.adapters.config import CONFIG, LoraConfig, parse_config
-from mstore.numeric.codes import CODES, cast_hint
+from mstore.models.adapters.forms import FORMS
+from mstore.models.adapters.image import configs_of, targets_of_keys
+from mstore.models.adapters.keys import starts_adapter
+from mstore.models.adapters.products import (
+    Product,
+    Targets,
+    Typed,
+    divisor_of,
+    misfit,
+    require_product,
+)
 from mstore.terms.errors import Incompatible
 
 PREFIX: Final = "base_model.model."
-_LISTED: Final = 8
 
 # How PEFT ends the names of an adapter's tensors: for linear layers, and for embeddings.
 _LINEAR: Final = (".lora_A.weight", ".lora_B.weight")
@@ -62,41 +71,15 @@ class Pair(msgspec.Struct, frozen=True):
         return (self.down, self.up, *self.magnitudes)
 
 
-class Product(msgspec.Struct, frozen=True):
-    """A base's tensor and the adapter's tensors of its product.
-
-    module: its path in the trained model. down, up: lora_A and lora_B. embedding: whether the
-    product is that of an embedding, which lies transposed. magnitude: of DoRA.
-    """
-
-    tensor: str
-    module: str
-    down: str
-    up: str
-    embedding: bool
-    magnitude: str | None
-
-    def names(self, *, dora: bool) -> tuple[str, ...]:
-        """Return the adapter's tensors that it is computed from.  dora: the magnitudes count."""
-        more = (self.magnitude,) if dora and self.magnitude is not None else ()
-        return (self.up, self.down, *more)
-
-
-class Targets(msgspec.Struct, frozen=True):
-    """What an adapter does to a base, by names.
-
-    products: low-rank changes. replaced: (tensor of the base, tensor of the adapter), trained
-    whole. kept: the same, where the adapter repeats the base's weights below a product.
-    """
-
-    products: tuple[Product, ...]
-    replaced: tuple[tuple[str, str], ...]
-    kept: tuple[tuple[str, str], ...]
-
-
 def is_adapter(names: Iterable[str]) -> bool:
-    """Return whether tensors of these names are those of a LoRA adapter in PEFT's form."""
-    return any(name.endswith((*_LINEAR, *_EMBEDDING)) for name in names)
+    """Return whether tensors of these names are those of a LoRA adapter, in any form."""
+    return any(name.endswith((*_LINEAR, *_EMBEDDING)) or starts_adapter(name) for name in names)
+
+
+def has_keys(names: Iterable[str]) -> bool:
+    """Return whether tensors are an adapter's whose keys say all: one without a config."""
+    names = list(names)
+    return any(map(starts_adapter, names)) and not any(name.startswith(PREFIX) for name in names)
 
 
 def factor_names(module: str, *, embedding: bool) -> tuple[str, str]:
@@ -129,8 +112,10 @@ def is_unchanged(name: str) -> bool:
     return name.endswith(_UNCHANGED)
 
 
-def targets_of(adapter: Collection[str], base: Collection[str], where: str) -> Targets:
-    """Find the targets.
+def targets_of(
+    adapter: Collection[str], base: Collection[str], where: str, config: LoraConfig
+) -> Targets:
+    """Find the targets of an adapter of PEFT.
 
     Raises Incompatible listing the adapter's tensors that belong to none of the base.
     """
@@ -146,8 +131,12 @@ def targets_of(adapter: Collection[str], base: Collection[str], where: str) -> T
         if tensor is None:
             problems.append(finder.told(f"{pair.module}.weight"))
             continue
-        magnitude = pair.magnitudes[0] if pair.magnitudes else None
-        products.append(Product(tensor, pair.module, pair.down, pair.up, pair.embedding, magnitude))
+        magnitude = pair.magnitudes[0] if pair.magnitudes and config.dora else None
+        if config.dora and (magnitude is None or pair.embedding):
+            why = "it is an embedding" if pair.embedding else "it has no magnitudes"
+            raise Incompatible(f"cannot apply DoRA to {tensor}: {why}", where=where)
+        form = "transposed" if pair.embedding or config.transposed else "lora"
+        products.append(Product(tensor, pair.module, form, (pair.up, pair.down), magnitude))
     changed = {one.tensor for one in products}
     for name in adapter:
         if name in used:
@@ -169,11 +158,7 @@ def targets_of(adapter: Collection[str], base: Collection[str], where: str) -> T
     if len(every) < len(products) + len(replaced) or len(set(every)) < len(every):
         problems.append("several of its tensors belong to one of the base")
     if problems:
-        more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
-        raise Incompatible(
-            f"the adapter does not fit the base: {'; '.join(problems[:_LISTED])}{more}",
-            where=where,
-        )
+        raise misfit(problems, where)
     return Targets(tuple(products), tuple(replaced), tuple(kept))
 
 
@@ -232,21 +217,6 @@ class _Finder:
         return sorted(found & self._base)
 
 
-_WITHOUT_CONFIG: Final = f"an adapter without its {CONFIG}"
-
-
-class Typed(Protocol):
-    """What has an element type and a shape: a tensor's record, or its entry in a header."""
-
-    @property
-    def dtype(self) -> str:
-        """The element type, as safetensors spells it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The dimensions."""
-
-
 def is_any_adapter(names: Mapping[str, object], base: Mapping[str, object], config: bool) -> bool:
     """Return whether tensors are an adapter's, of any kind: PEFT's names, or its config.
 
@@ -255,14 +225,53 @@ def is_any_adapter(names: Mapping[str, object], base: Mapping[str, object], conf
     return is_adapter(names) or (config and not names.keys() & base.keys())
 
 
+class AdapterPlan(msgspec.Struct, frozen=True):
+    """What an adapter changes in a base, and how it scales.  config: PEFT's, None for others."""
+
+    targets: Targets
+    config: LoraConfig | None
+
+    @property
+    def tying(self) -> bool:
+        """Whether products of tied layers are one product."""
+        return self.config is not None and self.config.tying
+
+    def require(
+        self, product: Product, base: Mapping[str, Typed], adapter: Mapping[str, Typed], where: str
+    ) -> None:
+        """Raise Incompatible unless a product fits the base and can be computed."""
+        rank = require_product(product, base, adapter, where)
+        if self.config is not None and rank != self.config.rank_of(product.module):
+            raise Incompatible(
+                f"the adapter's product for {product.tensor} has rank {rank}, its {CONFIG} says "
+                f"{self.config.rank_of(product.module)}",
+                where=where,
+            )
+
+    def scale_of(
+        self, product: Product, adapter: Mapping[str, Typed], alphas: Mapping[str, float]
+    ) -> float:
+        """Return the factor of a product.  alphas: the numbers of these tensors."""
+        if self.config is not None:
+            return self.config.scale_of(product.module)
+        if product.scale is not None:
+            return product.scale
+        divisor = divisor_of(product, adapter)
+        is_scaled = product.alpha is not None and FORMS[product.form].divisor is not None
+        return alphas[product.alpha] / divisor if is_scaled and product.alpha else 1.0
+
+
 def check_adapter(
     config: bytes | None, adapter: Mapping[str, Typed], base: Mapping[str, Typed], where: str
 ) -> None:
     """Raise Incompatible unless mstore can apply an adapter to a base. config: its bytes."""
-    parsed, targets = plan_adapter(config, adapter, base, where)
-    for product in targets.products:
-        require_product(product, parsed, base, adapter, where)
-    for name, source in targets.replaced:
+    if has_keys(adapter):
+        plan = plan_of_keys(adapter, base, where)
+    else:
+        plan = plan_of_peft(config, adapter.keys(), base.keys(), where)
+    for product in plan.targets.products:
+        plan.require(product, base, adapter, where)
+    for name, source in plan.targets.replaced:
         if base[name].shape != adapter[source].shape:
             raise Incompatible(
                 f"the adapter's {name} has shape {list(adapter[source].shape)}, the base's "
@@ -271,80 +280,32 @@ def check_adapter(
             )
 
 
-def plan_adapter(
-    config: bytes | None, adapter: Mapping[str, object], base: Mapping[str, object], where: str
-) -> tuple[LoraConfig, Targets]:
-    """Return how an adapter scales, and what it changes.  Raises Incompatible."""
+def plan_of_keys(
+    adapter: Mapping[str, Typed],
+    base: Mapping[str, Typed],
+    where: str,
+    metadata: Mapping[str, str] | None = None,
+) -> AdapterPlan:
+    """Return what an adapter changes whose keys say all.  Raises Incompatible.
+
+    metadata: of its header.
+    """
+    configs = configs_of(metadata, where)
+    return AdapterPlan(targets_of_keys(adapter, base, where, configs), None)
+
+
+def plan_of_peft(
+    config: bytes | None, adapter: Collection[str], base: Collection[str], where: str
+) -> AdapterPlan:
+    """Return what an adapter of PEFT changes, and how it scales.  Raises Incompatible.
+
+    config: its adapter_config.json, None if there is none.
+    """
     if config is None:
         raise Incompatible(
-            _WITHOUT_CONFIG,
+            f"an adapter without its {CONFIG}",
             where=where,
             hint=f"a directory as PEFT saves it has {CONFIG} beside the weights; add that one",
         )
-    return parse_config(config, where), targets_of(adapter.keys(), base.keys(), where)
-
-
-def require_product(
-    product: Product,
-    config: LoraConfig,
-    base: Mapping[str, Typed],
-    adapter: Mapping[str, Typed],
-    where: str,
-) -> None:
-    """Raise Incompatible unless a product has the base's shape and can be computed."""
-    name, own = product.tensor, base[product.tensor]
-    up, down = adapter[product.up], adapter[product.down]
-    dtypes = {own.dtype, up.dtype, down.dtype}
-    if not dtypes <= CODES.keys():
-        odd = dtypes - CODES.keys()
-        raise Incompatible(
-            f"cannot apply an adapter to elements of {', '.join(sorted(odd))}",
-            where=where,
-            hint=cast_hint(odd, "REF"),
-        )
-    rows, columns = up.shape, down.shape
-    if is_transposed(product, config):
-        rows, columns = down.shape[::-1], up.shape[::-1]
-    if len(own.shape) != 2 or len(rows) != 2 or len(columns) != 2 or rows[1] != columns[0]:
-        raise Incompatible(
-            f"the adapter has {list(up.shape)} and {list(down.shape)} for {name}, "
-            f"{list(own.shape)} in the base: mstore applies products of matrices to matrices",
-            where=where,
-        )
-    if (rows[0], columns[1]) != own.shape:
-        raise Incompatible(
-            f"the adapter's product for {name} has shape {[rows[0], columns[1]]}, the base "
-            f"{list(own.shape)}",
-            where=where,
-        )
-    rank = config.rank_of(product.module)
-    if rows[1] != rank:
-        raise Incompatible(
-            f"the adapter's product for {name} has rank {rows[1]}, its {CONFIG} says {rank}",
-            where=where,
-        )
-    if config.dora:
-        _require_magnitudes(product, own, adapter, where)
-
-
-def _require_magnitudes(
-    product: Product, own: Typed, adapter: Mapping[str, Typed], where: str
-) -> None:
-    name = product.tensor
-    if product.magnitude is None or product.embedding:
-        raise Incompatible(
-            f"cannot apply DoRA to {name}: "
-            + ("it is an embedding" if product.embedding else "it has no magnitudes"),
-            where=where,
-        )
-    found = adapter[product.magnitude]
-    wanted = ((own.shape[0],), (own.shape[0], 1))
-    if not own.shape[0] or found.shape not in wanted or found.dtype not in CODES:
-        raise Incompatible(
-            f"the magnitudes of {name} are {found.dtype} {list(found.shape)}", where=where
-        )
-
-
-def is_transposed(product: Product, config: LoraConfig) -> bool:
-    """Return whether a product lies as [inputs, outputs]: (up @ down) transposed."""
-    return product.embedding or config.transposed
+    parsed = parse_config(config, where)
+    return AdapterPlan(targets_of(adapter, base, where, parsed), parsed)

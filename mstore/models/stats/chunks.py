@@ -51,8 +51,11 @@ def tensor_chunk(
     # An applied tensor is computed from whole blocks of its own base.
     under = [one.base.dtype for one in members if isinstance(one, AppliedTensor)]
     chunk = chunk_elements(block_size, *(one.dtype for one in members), *under, *dtypes)
-    whole = whole or any(isinstance(one, AppliedTensor) and one.needs_rows for one in members)
-    return whole_rows(chunk, base.shape) if whole else chunk
+    shape = base.shape
+    if any(isinstance(one, AppliedTensor) and one.needs_rows for one in members):
+        # Its rows are those of the matrix that a tensor of more dimensions counts as.
+        whole, shape = True, (shape[0], math.prod(shape[1:]))
+    return whole_rows(chunk, shape) if whole else chunk
 
 
 def chunk_blocks(record: Tensor, chunk: int, number: int, block_size: int) -> list[BlockId]:

@@ -18,9 +18,11 @@ blocks, and none is ever the id of a stored block: they are hashes of another do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
+import msgspec
 from blake3 import blake3
 from msgspec.structs import replace
 
@@ -177,19 +179,31 @@ APPLIED_DTYPE = "F32"
 _CONTEXT = "mstore 1 applied block"
 
 
-class AppliedTensor(Tensor, frozen=True, array_like=True, tag="applied/1", gc=False):
-    """base + scale * (left @ right), in float32, for a matrix [rows, columns].
+class FactoredProduct(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """scale * a product that stored tensors make, or some of its rows, at some rows of a tensor.
 
-    base: the base's tensor. left: [rows, rank], or its transpose if `transposed`. right:
-    [rank, columns], or its transpose. magnitude: for DoRA the norm of each row of the result,
+    form: how the tensors make a product (`mstore.models.adapters.forms`). first, rows: the rows of
+    the product that count. at: the row of the tensor where they begin.
+    """
+
+    form: str
+    factors: tuple[Tensor, ...]
+    scale: float
+    first: int
+    rows: int
+    at: int
+
+
+class AppliedTensor(Tensor, frozen=True, array_like=True, tag="applied/1", gc=False):
+    """base + products, in float32, for a matrix [rows, columns].
+
+    A tensor of more dimensions counts as one of [first dimension, all others].  base: the base's
+    tensor. products: of different rows. magnitude: for DoRA the norm of each row of the result,
     [rows]; None otherwise.
     """
 
     base: Tensor
-    left: Tensor
-    right: Tensor
-    transposed: bool
-    scale: float
+    products: tuple[FactoredProduct, ...]
     magnitude: Tensor | None = None
 
     def id(self) -> TensorId:
@@ -199,7 +213,7 @@ class AppliedTensor(Tensor, frozen=True, array_like=True, tag="applied/1", gc=Fa
     def factors(self) -> tuple[Tensor, ...]:
         """The stored tensors of the adapter that it is computed from."""
         more = () if self.magnitude is None else (self.magnitude,)
-        return (self.left, self.right, *more)
+        return (*(one for product in self.products for one in product.factors), *more)
 
     @property
     def factor_bytes(self) -> int:
@@ -214,19 +228,14 @@ class AppliedTensor(Tensor, frozen=True, array_like=True, tag="applied/1", gc=Fa
 
 def applied(
     base: Tensor,
-    left: Tensor,
-    right: Tensor,
+    products: tuple[FactoredProduct, ...],
     *,
-    transposed: bool,
-    scale: float,
     magnitude: Tensor | None,
     block_size: int,
 ) -> AppliedTensor:
     """Return the record, with the names of its blocks."""
-    nbytes = 4 * base.shape[0] * base.shape[1]
-    whole = AppliedTensor(
-        APPLIED_DTYPE, base.shape, nbytes, b"", base, left, right, transposed, scale, magnitude
-    )
+    nbytes = 4 * math.prod(base.shape)
+    whole = AppliedTensor(APPLIED_DTYPE, base.shape, nbytes, b"", base, products, magnitude)
     key = whole.encode()
     names = [
         blake3(number.to_bytes(8, "little") + key, derive_key_context=_CONTEXT).digest()

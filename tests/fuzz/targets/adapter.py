@@ -12,12 +12,14 @@ from mstore.models.adapters.targets import targets_of
 
 FORM = Form.TEXT
 
+CONFIG = parse_config(b'{"peft_type": "LORA"}', "here")
+
 
 def target(data: bytes) -> None:
     """A config, an empty line, and names; every tensor of the base is changed once at most."""
     raw, _, rest = data.partition(b"\n\n")
     config = parse_config(raw, "input")
-    found = targets_of(rest.decode(errors="replace").splitlines(), NAMES, "input")
+    found = targets_of(rest.decode(errors="replace").splitlines(), NAMES, "input", CONFIG)
     changed = [one.tensor for one in found.products] + [name for name, _ in found.replaced]
     assert len(set(changed)) == len(changed)
     assert set(changed) <= set(NAMES)

@@ -1,0 +1,184 @@
+"""Adapters of image models: which tensor of a base each of their tensors belongs to.
+
+They have no config: keys name modules (`keys`), and a base's modules have several names each
+(`modules`).  What is unknown or could be several is an error with its name, never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from mstore.checkpoint.strict_json import json_bytes, json_object
+from mstore.models.adapters.config import LoraConfig, parse_config
+from mstore.models.adapters.forms import FORMS, form_of
+from mstore.models.adapters.keys import (
+    ALPHA,
+    DENOISER,
+    MAGNITUDE,
+    TEXT,
+    TEXT_2,
+    TEXT_3,
+    key_of,
+    kind_of,
+)
+from mstore.models.adapters.modules import Place, modules_of
+from mstore.models.adapters.products import Product, Targets, Typed, misfit
+from mstore.terms.errors import Incompatible
+from mstore.terms.phrases import few
+
+METADATA: Final = "lora_adapter_metadata"
+"""The entry of a header in which diffusers writes the configs that PEFT had."""
+_CONFIGS: Final = {
+    "unet.": DENOISER,
+    "transformer.": DENOISER,
+    "text_encoder.": TEXT,
+    "text_encoder_2.": TEXT_2,
+    "text_encoder_3.": TEXT_3,
+}
+
+
+def configs_of(metadata: Mapping[str, str] | None, where: str) -> dict[str, LoraConfig]:
+    """Return the configs in a header of diffusers, by model.  Raises Incompatible."""
+    raw = (metadata or {}).get(METADATA)
+    if raw is None:
+        return {}
+    fields = json_object(raw.encode(errors="replace"))
+    found = {}
+    for prefix, model in _CONFIGS.items():
+        own = {
+            key.removeprefix(prefix): value
+            for key, value in fields.items()
+            if key.startswith(prefix)
+        }
+        if own:
+            found[model] = parse_config(json_bytes({"peft_type": "LORA", **own}), where)
+    return found
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """A layer of an adapter: how its tensors make a product, and how that scales.
+
+    module: as the keys call it. form, names, magnitude, alpha, scale: as in `Product`.
+    """
+
+    module: str
+    form: str
+    names: tuple[str, ...]
+    magnitude: str | None
+    alpha: str | None
+    scale: float | None
+
+
+def layers_of(
+    adapter: Mapping[str, Typed], where: str, configs: Mapping[str, LoraConfig]
+) -> dict[tuple[str, str], Layer]:
+    """Return the layers of an adapter by model and path (`_` for `.`).
+
+    configs: by model, where its header has some: they scale what has no alpha of its own.
+
+    Raises Incompatible for keys and parts of no form that is known.
+    """
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    written: dict[tuple[str, str], str] = {}
+    unknown: list[str] = []
+    for name in adapter:
+        key = key_of(name)
+        if key is None:
+            unknown.append(name)
+        elif key.part in found.setdefault((key.model, key.path), {}):
+            raise Incompatible(f"has two tensors for {key.part} of {key.path}", where=where)
+        else:
+            found[key.model, key.path][key.part] = name
+            written[key.model, key.path] = key.module
+    if unknown:
+        kind = kind_of(unknown)
+        what = f"cannot apply {kind}" if kind else "keys of no form of adapters that is known"
+        raise Incompatible(f"{what}: {few(unknown)}", where=where)
+    layers: dict[tuple[str, str], Layer] = {}
+    problems: list[str] = []
+    for (model, path), parts in found.items():
+        alpha, magnitude = parts.pop(ALPHA, None), parts.pop(MAGNITUDE, None)
+        form = form_of(parts)
+        if form is None:
+            told = ", ".join(sorted(parts)) or "no factors"
+            problems.append(f"{path} has {told}, which make no product")
+            continue
+        names = tuple(parts[part] for part in FORMS[form].parts)
+        module, config, scale = written[model, path], configs.get(model), None
+        divisor = FORMS[form].divisor
+        if alpha is None and config is not None and divisor is not None:
+            rank = adapter[names[divisor]].shape[0]
+            own = config.alphas.value(module, config.alpha)
+            scale = own / (math.sqrt(rank) if config.rank_stabilized else rank)
+        layers[model, path] = Layer(module, form, names, magnitude, alpha, scale)
+    if problems:
+        raise misfit(problems, where)
+    return layers
+
+
+def targets_of_keys(
+    adapter: Mapping[str, Typed],
+    base: Mapping[str, Typed],
+    where: str,
+    configs: Mapping[str, LoraConfig] | None = None,
+) -> Targets:
+    """Find the targets of an adapter without a config.  configs: as of `layers_of`.
+
+    Raises Incompatible listing keys of no form that is known, or of no one module of the base.
+    """
+    layers = layers_of(adapter, where, configs or {})
+    modules = modules_of({name: one.shape for name, one in base.items()})
+    # A text encoder that the base does not have is left out; one that it has in part is wrong.
+    models = {model for model, path in layers if (model, path) in modules} | {DENOISER}
+    products: list[Product] = []
+    problems: list[str] = []
+    without: list[str] = []
+    for (model, path), layer in layers.items():
+        places = modules.get((model, path), ())
+        if not places and model not in models:
+            more = (layer.magnitude, layer.alpha)
+            without += (*layer.names, *(one for one in more if one is not None))
+        elif len(places) != 1:
+            told = " or ".join("+".join(one.tensor for one in some) for some in places)
+            problems.append(f"{path} could be {told}" if told else f"{path} is not in the base")
+        else:
+            products += _products(layer, places[0])
+    taken: dict[str, list[Product]] = {}
+    for one in products:
+        taken.setdefault(one.tensor, []).append(one)
+    problems += [
+        f"{tensor} has several products for the same rows"
+        for tensor, several in taken.items()
+        if _overlap(several)
+    ]
+    if problems:
+        raise misfit(problems, where)
+    return Targets(tuple(products), (), (), tuple(without))
+
+
+def _products(layer: Layer, places: Sequence[Place]) -> Iterator[Product]:
+    """Yield the product of a layer, at each of its places."""
+    for place in places:
+        yield Product(
+            place.tensor,
+            layer.module,
+            layer.form,
+            layer.names,
+            layer.magnitude,
+            layer.alpha,
+            layer.scale,
+            first=place.first,
+            rows=place.rows,
+            at=place.at,
+            total=sum(one.rows for one in places),
+        )
+
+
+def _overlap(products: Sequence[Product]) -> bool:
+    ordered = sorted(products, key=lambda one: one.at)
+    ends = [one.at + one.rows if one.rows else None for one in ordered]
+    return any(end is None or end > after.at for end, after in zip(ends, ordered[1:], strict=False))
