@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from adapters import Adapter
+from cli_runs import Program
 from safetensors.numpy import load_file, save_file
 from small_models import BLOCK
 
 from mstore import MergeRequest, Store
-from mstore.terms.errors import Incompatible
+from mstore.store.models import tensors_of
+from mstore.terms.errors import BadRequest, Incompatible
 
 Array = npt.NDArray[np.float32]
 H = 16
@@ -661,3 +663,149 @@ def test_what_cannot_be_combined_is_named(store: Store, tmp_path: Path) -> None:
     ):
         with pytest.raises(Incompatible, match=text):
             store.combine_adapters({"plain": 1.0, other: 1.0}, name="both", method="cat")
+
+
+def applied(store: Store, base: str, adapter: str, place: Path) -> dict[str, Array]:
+    """A base with an adapter, merged and read."""
+    request = MergeRequest(base=base, experts=[adapter], method="task_arithmetic")
+    store.merge(store.plan(request), name="applied")
+    store.checkout("applied", place)
+    return load_file(next(place.glob("*.safetensors")))
+
+
+FILES: Mapping[str, Callable[[], dict[str, Array]]] = {
+    "sd 1": sd_1,
+    "sdxl": lambda: sdxl() | drawn({"label_emb.0.0": (8, H)}, "model.diffusion_model.", 6),
+    "sd 1 of diffusers": lambda: drawn(
+        {DIFFUSERS[path]: shape for path, shape in UNET.items()}, "", 1
+    ),
+    "flux": lambda: drawn(FLUX, "", 4),
+    "flux of diffusers": lambda: (
+        drawn({path: (rows, H) for own in FLUX_PARTS.values() for path, rows in own}, "", 4)
+        | drawn({path: FLUX[name] for name, path in FLUX_WHOLE.items()}, "", 5)
+    ),
+}
+CHANGED = {
+    "sd 1": (f"model.diffusion_model.{RESNET}.in_layers.2", "model.diffusion_model.out.2"),
+    "sdxl": ("model.diffusion_model.output_blocks.5.2.conv", "model.diffusion_model.label_emb.0.0"),
+    "sd 1 of diffusers": ("up_blocks.0.upsamplers.0.conv", "down_blocks.0.resnets.0.conv1"),
+    "flux": ("double_blocks.0.img_attn.qkv", "single_blocks.0.linear2"),
+    "flux of diffusers": (
+        *("transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_v"),
+        "single_transformer_blocks.0.proj_mlp",
+    ),
+}
+SPELLED = {
+    ("sd 1", "kohya"): "lora_unet_down_blocks_0_resnets_0_conv1.alpha",
+    ("sd 1", "diffusers"): "unet.down_blocks.0.resnets.0.conv1.lora_A.weight",
+    ("sdxl", "kohya"): "lora_unet_output_blocks_5_2_conv.lora_up.weight",
+    ("sdxl", "diffusers"): "unet.up_blocks.1.upsamplers.0.conv.lora_B.weight",
+    ("sd 1 of diffusers", "kohya"): "lora_unet_up_blocks_0_upsamplers_0_conv.lora_down.weight",
+    ("sd 1 of diffusers", "diffusers"): "unet.up_blocks.0.upsamplers.0.conv.alpha",
+    ("flux", "kohya"): "lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight",
+    ("flux", "diffusers"): "transformer.transformer_blocks.0.attn.to_k.lora_A.weight",
+    ("flux of diffusers", "kohya"): "lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight",
+    ("flux of diffusers", "diffusers"): "transformer.transformer_blocks.0.attn.to_v.alpha",
+}
+
+
+@pytest.mark.parametrize("format", ["peft", "kohya", "diffusers"])
+@pytest.mark.parametrize("kind", FILES)
+def test_a_difference_in_every_format(store: Store, tmp_path: Path, kind: str, format: str) -> None:
+    """What is extracted of a fine-tune gives the fine-tune again, in each format; converted into
+    another format, too.
+    """
+    rng = np.random.default_rng(19)
+    base = FILES[kind]()
+    tuned = {name: values.copy() for name, values in base.items()}
+    names = [f"{path}.weight" for path in CHANGED[kind]]
+    if kind == "sdxl" and format != "peft":
+        names.append(f"conditioner.embedders.1.model.{BLOCK_2}.attn.in_proj_weight")
+    for name in names:
+        tuned[name] += lora(base[name].shape, rng).delta
+    for name, tensors in (("base", base), ("tuned", tuned)):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+        store.add(tmp_path / f"{name}.safetensors", name=name)
+    report = store.extract_lora(
+        "tuned", "base", name="loras/made", rank=4, dtype="float32", format=format
+    )
+    assert report.products == len(names)
+    assert report.relative_error < 1e-5
+    found = applied(store, "base", "loras/made", tmp_path / "out")
+    for name, values in tuned.items():
+        assert np.allclose(found[name], values, atol=2e-4), name
+    store.checkout("loras/made", tmp_path / "lora")
+    [file] = (tmp_path / "lora").glob("*.safetensors")
+    assert file.name == ("adapter_model.safetensors" if format == "peft" else "made.safetensors")
+    assert SPELLED.get((kind, format), "") in {*load_file(file), ""}
+    for other in ("peft", "kohya", "diffusers"):
+        if other == "peft" and "attn.in_proj_weight" in names[-1]:
+            continue
+        converted = store.convert_adapter("loras/made", "base", name=f"loras/{other}", format=other)
+        assert converted.dtype == "F32"
+        found = applied(store, "base", f"loras/{other}", tmp_path / f"out-{other}")
+        for name, values in tuned.items():
+            assert np.allclose(found[name], values, atol=2e-4), name
+
+
+def test_factors_are_converted_block_for_block(store: Store, tmp_path: Path) -> None:
+    """kohya's factors in the names of diffusers are the same tensors; LoHa becomes a product."""
+    rng = np.random.default_rng(20)
+    path = f"{ATTENTION}.to_q"
+    save_file(sd_1(), tmp_path / "base.safetensors")
+    store.add(tmp_path / "base.safetensors", name="base")
+    for name, layer in (("lora", lora(UNET[path], rng)), ("loha", loha(UNET[path], rng))):
+        save_file(layer.named(kohya(DIFFUSERS[path])), tmp_path / f"{name}.safetensors")
+        store.add(tmp_path / f"{name}.safetensors", name=name)
+        before = applied(store, "base", name, tmp_path / f"before-{name}")
+        report = store.convert_adapter(name, "base", name=f"as/{name}", format="diffusers")
+        after = applied(store, "base", f"as/{name}", tmp_path / f"after-{name}")
+        assert report.rank == (4 if name == "lora" else 9)
+        key = f"model.diffusion_model.{path}.weight"
+        assert (before[key] == after[key]).all()
+    catalog = store._catalog
+    own, other = (
+        tensors_of(catalog, catalog.manifest_of(store[name].id)) for name in ("lora", "as/lora")
+    )
+    assert (
+        own[f"{kohya(DIFFUSERS[path])}.lora_down.weight"]
+        == (other[f"unet.{DIFFUSERS[path]}.lora_A.weight"])
+    )
+
+
+def test_what_no_format_has_a_name_for_is_named(store: Store, tmp_path: Path) -> None:
+    """A format that is none, a base without an adapter, a layer of the VAE."""
+    base = sd_1()
+    tuned = {name: values.copy() for name, values in base.items()}
+    tuned["first_stage_model.decoder.conv_in.weight"] += 1
+    for name, tensors in (("base", base), ("tuned", tuned)):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+        store.add(tmp_path / f"{name}.safetensors", name=name)
+    with pytest.raises(BadRequest, match="none of peft"):
+        store.extract_lora("tuned", "base", name="x", rank=4, format="a1111")
+    with pytest.raises(Incompatible, match=r"has no name for first_stage_model"):
+        store.extract_lora("tuned", "base", name="x", rank=4, format="kohya")
+    with pytest.raises(Incompatible, match="is no LoRA adapter"):
+        store.convert_adapter("tuned", "base", name="x", format="kohya")
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    """`convert-adapter` says what it made, and where the file is."""
+    program = Program(tmp_path / "store")
+    program.succeed("init")
+    rng = np.random.default_rng(21)
+    path = f"{ATTENTION}.to_q"
+    save_file(sd_1(), tmp_path / "base.safetensors")
+    save_file(lora(UNET[path], rng).named(kohya(path)), tmp_path / "lora.safetensors")
+    program.succeed("add", tmp_path / "base.safetensors", "--name", "base")
+    program.succeed("add", tmp_path / "lora.safetensors", "--name", "lora", "--base", "base")
+    given = ("convert-adapter", "lora", "--base", "base", "--name", "loras/d", "--format")
+    told = program.succeed(*given, "diffusers")
+    assert "1, the largest rank 4" in told.out
+    assert "checkout loras/d" in told.out
+    assert "nothing new" in program.succeed(*given, "diffusers").out
+    done = program(*given, "a1111")
+    assert done.status != 0
+    assert "none of peft, kohya, diffusers" in done.err
+    fine = ("extract-lora", "base", "--base", "base", "--name", "x", "--format", "kohya")
+    assert "does not differ" in program(*fine).err

@@ -251,6 +251,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "moe": (Key("made", "list of merge", "the mixture, or its experts; each as of `merge`"),),
     "extract-lora": keys_of(reports.ExtractReport),
     "combine-adapters": keys_of(reports.CombineReport),
+    "convert-adapter": keys_of(reports.ConvertReport),
     "plan": (*keys_of(reports.PlanReport), *_MERGE_TO_COME),
     "plan --sweep": keys_of(reports.SweepReport),
     "methods": (Key("methods", "list of method", "all of them, or the named one"),),

@@ -8,7 +8,15 @@ GROUPS = {
     "Start": ("init", "add", "checkout", "mount", "mounts", "unmount", "config"),
     "Merge": ("plan", "merge", "methods", "plans"),
     "Prepare a merge": (
-        *("check-merge", "analyze", "align", "cast", "extract-lora", "combine-adapters"),
+        *(
+            "check-merge",
+            "analyze",
+            "align",
+            "cast",
+            "extract-lora",
+            "combine-adapters",
+            "convert-adapter",
+        ),
         *("shuffle", "moe"),
     ),
     "Look": ("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe", "report"),

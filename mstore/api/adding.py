@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mstore.checkpoint.directory import Checkpoint, CheckpointLimits
     from mstore.checkpoint.exclusion import Exclusion
     from mstore.merge.combination.combine import CombineReport
+    from mstore.models.adapters.convert import ConvertReport
     from mstore.models.adapters.extract import ExtractReport
     from mstore.models.cast import CastReport
     from mstore.models.stats.analysis import AnalyzeReport
@@ -343,19 +344,22 @@ class Adding(OpenStore):
         name: str,
         rank: int = 32,
         dtype: str | Any = "bfloat16",
+        format: str = "peft",
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
         message: str = "",
         progress: ProgressCallback | None = None,
     ) -> ExtractReport:
-        """Store expert minus base as a LoRA adapter in PEFT's form, under the ref `name`.
+        """Store expert minus base as a LoRA adapter, under the ref `name`.
 
-        Each matrix that differs becomes a product of two factors, by a truncated singular value
-        decomposition; norms and biases that differ are stored whole.  The report says what share of
-        the difference is left out.
+        Each matrix and each convolution that differs becomes a product of two factors, by a
+        truncated singular value decomposition; norms and biases that differ are stored whole.  The
+        report says what share of the difference is left out.
 
         rank: of each product, 1 to 4096.
         dtype: of the factors, bfloat16, float16 or float32, by name or as torch or numpy has it.
+        format: of its files: "peft"; for image models "kohya" or "diffusers", one file without a
+        config, which has products only: what differs otherwise is left out, and the report says so.
         only, skip: patterns of tensor names; tensors that they leave out are neither compared nor
         read.
         message: the reason, in words.
@@ -378,10 +382,49 @@ class Adding(OpenStore):
                 name=name,
                 rank=rank,
                 dtype=output_dtype(str(dtype_name(dtype))),
+                format=format,
                 only=tuple(only),
                 skip=tuple(skip),
                 message=message,
                 progress=progress,
+            )
+
+    def convert_adapter(
+        self,
+        adapter: Revision,
+        base: Revision,
+        *,
+        name: str,
+        format: str,
+        dtype: str | Any | None = None,
+        message: str = "",
+    ) -> ConvertReport:
+        """Store a LoRA adapter in the format of another program, under the ref `name`.
+
+        base: the model that it is of, whose layers the format names.
+        format: "peft", "kohya" or "diffusers".
+        dtype: of the factors; None for the adapter's own. Factors that stay as they are share their
+        blocks with the adapter; LoHa, LoKr and others become products, in float32.
+        message: the reason, in words.
+
+        Raises NotFound, BadRequest (a format), Incompatible (no adapter of this base, tensors that
+        are no products, layers that the format has no name for), Conflict, Corrupt, StorageFailed;
+        then nothing is published.
+        """
+        from mstore.models.adapters.convert import convert
+        from mstore.numeric.codes import output_dtype
+        from mstore.terms.requests import dtype_name
+
+        own, model = self._input(adapter), self._input(base)
+        with contents.held(self._catalog, [own.snapshot, model.snapshot]):
+            return convert(
+                self._catalog,
+                own,
+                model,
+                name=name,
+                format=format,
+                dtype=None if dtype is None else output_dtype(str(dtype_name(dtype))),
+                message=message,
             )
 
     def cast(

@@ -38,6 +38,7 @@ from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.commit import MergeReport, ReplayReport
 from mstore.merge.running.runners import WorkerReport
 from mstore.merge.virtual.deferred import MaterializeReport
+from mstore.models.adapters.convert import ConvertReport
 from mstore.models.adapters.extract import ExtractReport
 from mstore.models.adapters.truncation import TruncatedTensor
 from mstore.models.cast import CastReport
@@ -134,6 +135,7 @@ __all__ = [
     "ComparedPart",
     "CompatibilityFinding",
     "CompatibilityReport",
+    "ConvertReport",
     "CopyReport",
     "CulpritReport",
     "DiffReport",

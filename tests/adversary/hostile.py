@@ -91,6 +91,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "shuffle": ("shuffle", "--expert", "base", "--expert", "tuned"),
     "moe": ("moe", "--unpack", "base", "--name", "parts"),
     "extract-lora": ("extract-lora", "tuned", "--base", "base", "--rank", "2", "--name", "lora"),
+    "convert-adapter": ("convert-adapter", "third", "--base", "base", "--format", "peft"),
     "combine-adapters": ("combine-adapters", "--adapter", "base", "--adapter", "third"),
     "log": ("log", "merged"),
     "show": ("show", "merged"),

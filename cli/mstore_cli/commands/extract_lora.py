@@ -49,15 +49,23 @@ def extract_lora(
     dtype: Annotated[
         str, Option("--dtype", metavar="DTYPE", help="The dtype of the factors.")
     ] = "bfloat16",
+    format: Annotated[
+        str,
+        Option(
+            "--format",
+            metavar="peft|kohya|diffusers",
+            help="The format of the files; for image models kohya's or that of diffusers.",
+        ),
+    ] = "peft",
     only: Only = (),
     skip: Skip = (),
     message: Message = "",
 ) -> None:
     """Make a LoRA adapter of what a fine-tune changed.
 
-    The adapter has PEFT's form. Each matrix that differs from the base becomes a product of two
-    factors of this rank, the nearest there is; norms and biases that differ are stored whole. The
-    report says how much of the difference is left out, in all and for the worst matrices.
+    Each matrix that differs from the base becomes a product of two factors of this rank, the
+    nearest there is; norms and biases that differ are stored whole, in PEFT's format. The report
+    says how much of the difference is left out, in all and for the worst matrices.
     """
     with session.open() as store, session.progress() as tick:
         report = store.extract_lora(
@@ -66,6 +74,7 @@ def extract_lora(
             name=name,
             rank=rank,
             dtype=dtype,
+            format=format,
             only=only,
             skip=skip,
             message=message,

@@ -24,6 +24,7 @@ from mstore import fs
 from mstore.checkpoint.declared import CARD
 from mstore.checkpoint.strict_json import json_bytes
 from mstore.models.adapters.config import CONFIG
+from mstore.models.adapters.formats import PEFT, Keys, LayerProduct, require_format
 from mstore.models.adapters.targets import PREFIX, factor_names, is_adapter
 from mstore.models.adapters.truncation import (
     Errors,
@@ -61,6 +62,9 @@ MOST: Final = 4096
 
 _WEIGHT: Final = ".weight"
 _BIAS: Final = ".bias"
+_FUSED: Final = ".in_proj_weight"
+_PRODUCTS: Final = (2, 4)
+"""Dimensions of what becomes a product: a matrix, or a convolution of images."""
 _TRANSPOSED: Final = frozenset({"gpt2"})
 _PANEL: Final = 1 << 22
 _NAMED: Final = 4
@@ -106,6 +110,7 @@ def extract(
     name: str,
     rank: int,
     dtype: str,
+    format: str,
     only: Sequence[str],
     skip: Sequence[str],
     message: str,
@@ -113,7 +118,7 @@ def extract(
 ) -> ExtractReport:
     """Store an adapter that turns the base into the expert, nearly, under a ref.
 
-    dtype: of the factors, BF16, F16 or F32.
+    dtype: of the factors, BF16, F16 or F32. format: of its files.
 
     Raises BadRequest (a rank), Incompatible (models that differ in names or shapes, transposed
     layers), Conflict, Corrupt, StorageFailed; then nothing is published.
@@ -125,6 +130,7 @@ def extract(
         raise BadRequest(
             "is one of the two models: the adapter needs a name of its own", where=Option("name")
         )
+    require_format(format)
     current = branch_for_adapter(catalog, name)
     ours, theirs = (_tensors(catalog, one, only, skip) for one in (base, expert))
     require_same_shapes(
@@ -152,10 +158,13 @@ def extract(
             hint=work.cast_hint(base[0], expert[0]),
         )
     with Transaction(catalog, f"extract {name}") as transaction:
-        run = _Extractor(catalog, transaction, rank, dtype, work, progress)
+        keys = None
+        if format != PEFT:
+            keys = Keys(format, {tensor: record.shape for tensor, (_, record) in ours.items()})
+        run = _Extractor(catalog, transaction, rank, dtype, work, keys, progress)
         # What is not finite is refused by name.
         with np.errstate(over="ignore", invalid="ignore"):
-            manifest = run.manifest(base[0])
+            manifest = run.manifest(base[0], name)
         publication = Publication(catalog, transaction)
         record, is_new = publication.put(
             name,
@@ -174,8 +183,8 @@ def extract(
         new_snapshot=is_new,
         rank=rank,
         products=len(work.products),
-        whole=len(work.whole),
-        left_out=work.left_out,
+        whole=len(work.whole) if keys is None else 0,
+        left_out=(*work.left_out, *(() if keys is None else (one for one, _, _ in work.whole))),
         relative_error=run.errors.relative(),
         tensors=run.errors.tensors(),
         remarks=_remarks(work, base[0], expert[0]),
@@ -268,7 +277,7 @@ class _Work(msgspec.Struct, frozen=True):
             elif name in apart:
                 whole.append(sides)
                 untied.append(name)
-            elif len(record.shape) == 2 and name.endswith(_WEIGHT):
+            elif len(record.shape) in _PRODUCTS and name.endswith((_WEIGHT, _FUSED)):
                 products.append(sides)
             elif len(record.shape) == 1:
                 whole.append(sides)
@@ -296,10 +305,12 @@ class _Extractor:
         rank: int,
         dtype: str,
         work: _Work,
+        keys: Keys | None,
         progress: ProgressCallback | None,
     ) -> None:
         self._catalog = catalog
         self._transaction = transaction
+        self._keys = keys
         self._rank = rank
         self._dtype = dtype
         self._work = work
@@ -309,28 +320,57 @@ class _Extractor:
         self._ranks: dict[str, int] = {}
         self.errors = Errors()
 
-    def manifest(self, base: str) -> Manifest:
+    def manifest(self, base: str, name: str) -> Manifest:
         """Store the adapter's tensors and files."""
+        if self._keys is not None:
+            return self._of_keys(self._keys, name)
         tensors: dict[str, Tensor] = {}
-        for name, ours, theirs in self._work.products:
-            module = name.removesuffix(_WEIGHT)
-            left, right = self._factors(name, ours, theirs)
+        for tensor, ours, theirs in self._work.products:
+            if tensor.endswith(_FUSED):
+                raise Incompatible("PEFT has no name for it", where=tensor)
+            module = tensor.removesuffix(_WEIGHT)
+            left, right = self._factors(tensor, ours, theirs)
             is_embedding = _is_embedding(module)
             if is_embedding:
                 # An embedding's product lies transposed.
                 left, right = right.T, left.T
+            # A convolution's factors are convolutions.
+            right = right.reshape(-1, *ours.shape[1:]) if len(ours.shape) > 2 else right
+            left = left.reshape(*left.shape, *([1] * (right.ndim - 2)))
             names = factor_names(module, embedding=is_embedding)
             for key, factor in zip(names, (right, left), strict=True):
                 tensors[key] = put_array(self._transaction, key, factor, self._dtype)
             self._tick(theirs)
-        for name, ours, theirs in self._work.whole:
-            squares = self._squares(ours, theirs)
-            if not math.isfinite(squares):
-                raise _not_finite("has elements that are not finite", name)
-            self.errors.add_whole(squares)
-            tensors[self._whole_name(name)] = theirs
+        for tensor, ours, theirs in self._work.whole:
+            self.errors.add_whole(self._finite_squares(tensor, ours, theirs))
+            tensors[self._whole_name(tensor)] = theirs
             self._tick(theirs)
         return put_files(self._catalog, self._transaction, tensors, self._config(base))
+
+    def _of_keys(self, keys: Keys, name: str) -> Manifest:
+        """Store one file whose keys say all.  What is no product is not in it."""
+        products: dict[str, LayerProduct] = {}
+        for tensor, ours, theirs in self._work.products:
+            left, right = self._factors(tensor, ours, theirs)
+            products[tensor] = LayerProduct(left, right.reshape(-1, *ours.shape[1:]), 1.0)
+            self._tick(theirs)
+        for tensor, ours, theirs in self._work.whole:
+            squares = self._finite_squares(tensor, ours, theirs)
+            self.errors.add(tensor, squares, squares)
+            self._tick(theirs)
+        tensors = {
+            key: put_array(
+                self._transaction, key, values, "F32" if kind == "alpha" else self._dtype
+            )
+            for key, (kind, values) in keys.tensors(products, name).items()
+        }
+        return put_model(self._catalog, self._transaction, file_of(name), tensors, {})
+
+    def _finite_squares(self, name: str, ours: Tensor, theirs: Tensor) -> float:
+        squares = self._squares(ours, theirs)
+        if not math.isfinite(squares):
+            raise _not_finite("has elements that are not finite", name)
+        return squares
 
     def _whole_name(self, name: str) -> str:
         """Return PEFT's name of a tensor that is stored whole."""
@@ -363,7 +403,7 @@ class _Extractor:
 
     def _factors(self, name: str, ours: Tensor, theirs: Tensor) -> tuple[Singles, Singles]:
         """Return (left, right) as they are stored, and take note of what they leave."""
-        rows, columns = ours.shape
+        rows, columns = ours.shape[0], math.prod(ours.shape[1:])
         pieces = ((expert - base).tobytes() for base, expert in self._panels(ours, theirs))
         data = fs.unnamed(self._transaction.directory, pieces)
         delta = np.frombuffer(data, dtype=np.float32).reshape(rows, columns)
@@ -430,6 +470,11 @@ _SETTINGS: Final[Mapping[str, object]] = {
     "use_rslora": False,
     "use_dora": False,
 }
+
+
+def file_of(name: str) -> str:
+    """Return what the file of an adapter without a config is called: as its ref."""
+    return f"{name.rpartition('/')[2]}.safetensors"
 
 
 def branch_for_adapter(catalog: Catalog, name: str) -> Ref | None:

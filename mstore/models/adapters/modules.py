@@ -189,11 +189,19 @@ _RULES: Final = {DENOISER: dict(_FLUX), TEXT: dict(_OPEN_CLIP), TEXT_2: dict(_OP
 _INVERSE: Final = {DENOISER: _inverse(_FLUX)}
 
 Modules = Mapping[tuple[str, str], tuple[tuple[Place, ...], ...]]
-"""By model and path (`_` for `.`): the places that one module is, and others that it might be."""
+"""By model and path: the places that one module is, and others that it might be."""
 
 
 def modules_of(base: Mapping[str, tuple[int, ...]]) -> Modules:
-    """Return the modules of a base by all their names.  base: shapes by name."""
+    """Return the modules of a base by all their names, with `_` for `.`.  base: shapes by name."""
+    found: dict[tuple[str, str], dict[tuple[Place, ...], None]] = {}
+    for (model, path), several in named_modules(base).items():
+        found.setdefault((model, path.replace(".", "_")), {}).update(dict.fromkeys(several))
+    return {key: tuple(places) for key, places in found.items()}
+
+
+def named_modules(base: Mapping[str, tuple[int, ...]]) -> Modules:
+    """Return the same with paths as they are written."""
     found: dict[tuple[str, str], dict[tuple[Place, ...], None]] = {}
     for tensor, shape in base.items():
         end = _FUSED if tensor.endswith(_FUSED) else _WEIGHT
@@ -204,7 +212,7 @@ def modules_of(base: Mapping[str, tuple[int, ...]]) -> Modules:
         path = tensor.removeprefix(begin).removesuffix(end)
         for model in models:
             for name, places in _names(model, path, tensor, shape[0]):
-                found.setdefault((model, name.replace(".", "_")), {})[places] = None
+                found.setdefault((model, name), {})[places] = None
     return {key: tuple(places) for key, places in _joined(found).items()}
 
 
