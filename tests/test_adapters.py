@@ -492,7 +492,7 @@ def store(alone: Path, tmp_path: Path) -> Iterator[Store]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"peft_type": "LOHA"}, "LOHA"),
+    ({"peft_type": "VERA"}, "VERA"),
     ({"peft_type": ["LORA"]}, "peft_type"),
     ({"layer_replication": [[0, 2]]}, "layer_replication"),
     ({"lora_bias": True}, "lora_bias"),

@@ -277,3 +277,40 @@ def test_forms_of_lycoris(form: str) -> None:
         w2 = parts["lokr_w2_a"] @ parts["lokr_w2_b"]
         values = make_kron(parts["lokr_w1"], w2, 3.0 / 2)
     assert np.allclose(values.numpy(), layer.delta, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["LoHa", "LoKr"])
+@pytest.mark.parametrize("small", [False, True])
+def test_peft_of_lycoris(store: Store, tmp_path: Path, kind: str, small: bool) -> None:
+    """LoHa and LoKr of PEFT, of matrices and convolutions, are merged as by PEFT; small: with
+    Tucker's form and with both of Kronecker's factors as products.
+    """
+    import peft
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(8, 16, 3)
+            self.fc = torch.nn.Linear(16, 24)
+
+    torch.manual_seed(6)
+    net = Net()
+    save_file({k: v.numpy() for k, v in net.state_dict().items()}, tmp_path / "net.safetensors")
+    more: dict[str, Any] = {"use_effective_conv2d": small, "init_weights": False}
+    if kind == "LoKr":
+        more |= {"decompose_both": small, "decompose_factor": 4}
+    config = getattr(peft, f"{kind}Config")(r=2, alpha=3, target_modules=["conv", "fc"], **more)
+    model: Any = peft.get_peft_model(net, config)
+    model.save_pretrained(tmp_path / "lora")
+    expected = model.merge_and_unload().state_dict()
+    store.add(tmp_path / "net.safetensors", name="base")
+    store.add(tmp_path / "lora", name="lora", base="base")
+    request = MergeRequest(base="base", experts=["lora"], method="task_arithmetic")
+    store.merge(store.plan(request), name="baked")
+    store.checkout("baked", tmp_path / "baked")
+    [file] = (tmp_path / "baked").glob("*.safetensors")
+    for name, values in load_file(file).items():
+        assert np.allclose(values, expected[name].numpy(), atol=1e-5), name
+    before = load_file(tmp_path / "net.safetensors")["fc.weight"]
+    assert not np.allclose(load_file(file)["fc.weight"], before)

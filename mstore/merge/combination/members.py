@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from mstore.checkpoint.strict_json import json_object
-from mstore.models.adapters.config import CONFIG, MAX_CONFIG, LoraConfig, parse_config
+from mstore.models.adapters.config import CONFIG, LORA, MAX_CONFIG, LoraConfig, parse_config
 from mstore.models.adapters.forms import product_shape
 from mstore.models.adapters.image import configs_of, layers_of
 from mstore.models.adapters.low_rank import read_singles
@@ -124,6 +124,10 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Adapt
             ),
         )
     config, settings = parse_config(raw, name), json_object(raw)
+    if config.kind != LORA:
+        raise Incompatible(
+            f"is a {config.kind}, and mstore combines products of LoRA", where=name, hint=INSTEAD
+        )
     pairs, problems = pairs_of(tensors)
     for what in problems:
         raise Incompatible(what, where=name)

@@ -253,6 +253,7 @@ class _ConfigFields(msgspec.Struct, frozen=True):
     peft_type: str = ""
     r: int = 8
     lora_alpha: float = 8.0
+    alpha: float = 8.0
     use_rslora: bool = False
     use_dora: bool = False
     fan_in_fan_out: bool = False
@@ -262,14 +263,20 @@ class _ConfigFields(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, float] | None = None
 
 
+LORA: Final = "LORA"
+KINDS: Final = (LORA, "LOHA", "LOKR")
+"""Kinds of adapters of PEFT that change weights by products."""
+
+
 class LoraConfig(msgspec.Struct, frozen=True):
-    """How a LoRA adapter scales its products.
+    """How an adapter scales its products.  kind: one of `KINDS`.
 
     rank, alpha: where no pattern names a module. rank_stabilized: divide by the root of the rank.
     transposed: weights lie as [inputs, outputs], so that products must be transposed. dora: rows
     have magnitudes of their own. tying: products of tied layers are one product.
     """
 
+    kind: str
     rank: int
     alpha: float
     rank_stabilized: bool
@@ -299,10 +306,11 @@ def parse_config(raw: bytes, where: str) -> LoraConfig:
         every: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Incompatible(f"{CONFIG} is not one of PEFT: {error}", where=where) from error
-    if found.peft_type != "LORA":
+    if found.peft_type not in KINDS:
         kind = found.peft_type[:40] or "unknown"
         raise Incompatible(
-            f"an adapter of the kind {kind} (peft_type); mstore applies LORA", where=where
+            f"an adapter of the kind {kind} (peft_type); mstore applies {', '.join(KINDS)}",
+            where=where,
         )
     for key, what in _UNSUPPORTED.items():
         if every.get(key):
@@ -311,14 +319,15 @@ def parse_config(raw: bytes, where: str) -> LoraConfig:
     ranks, alphas = found.rank_pattern or {}, found.alpha_pattern or {}
     if len(ranks) + len(alphas) > _MAX_PATTERNS:
         raise Incompatible(f"{CONFIG} has more than {_MAX_PATTERNS} patterns", where=where)
-    numbers = (found.lora_alpha, *alphas.values())
+    numbers = (found.lora_alpha, found.alpha, *alphas.values())
     if min(found.r, *ranks.values(), 1) < 1 or not all(map(math.isfinite, numbers)):
         raise Incompatible(f"a rank or an alpha in {CONFIG} is out of range", where=where)
     if found.use_dora and found.fan_in_fan_out:
         raise Incompatible("cannot apply DoRA to transposed weights (fan_in_fan_out)", where=where)
     return LoraConfig(
+        kind=found.peft_type,
         rank=found.r,
-        alpha=found.lora_alpha,
+        alpha=found.lora_alpha if found.peft_type == LORA else found.alpha,
         rank_stabilized=found.use_rslora,
         transposed=found.fan_in_fan_out,
         dora=found.use_dora,

@@ -13,10 +13,10 @@ from typing import Final
 
 import msgspec
 
-from mstore.models.adapters.config import CONFIG, LoraConfig, parse_config
-from mstore.models.adapters.forms import FORMS
+from mstore.models.adapters.config import CONFIG, LORA, LoraConfig, parse_config
+from mstore.models.adapters.forms import FORMS, form_of
 from mstore.models.adapters.image import configs_of, targets_of_keys
-from mstore.models.adapters.keys import starts_adapter
+from mstore.models.adapters.keys import key_of, starts_adapter
 from mstore.models.adapters.products import (
     Product,
     Targets,
@@ -137,6 +137,18 @@ def targets_of(
             raise Incompatible(f"cannot apply DoRA to {tensor}: {why}", where=where)
         form = "transposed" if pair.embedding or config.transposed else "lora"
         products.append(Product(tensor, pair.module, form, (pair.up, pair.down), magnitude))
+    if config.kind != LORA:
+        for layer, parts in _parts_of(adapter).items():
+            own_form = form_of(parts)
+            tensor = finder.find(f"{layer}.weight")
+            used |= set(parts.values())
+            if own_form is None:
+                problems.append(f"{layer} has {', '.join(sorted(parts))}, which make no product")
+            elif tensor is None:
+                problems.append(finder.told(f"{layer}.weight"))
+            else:
+                own = tuple(parts[part] for part in FORMS[own_form].parts)
+                products.append(Product(tensor, layer, own_form, own))
     changed = {one.tensor for one in products}
     for name in adapter:
         if name in used:
@@ -160,6 +172,16 @@ def targets_of(
     if problems:
         raise misfit(problems, where)
     return Targets(tuple(products), tuple(replaced), tuple(kept))
+
+
+def _parts_of(adapter: Collection[str]) -> dict[str, dict[str, str]]:
+    """Return the tensors of each layer's LoHa or LoKr, by what they are."""
+    found: dict[str, dict[str, str]] = {}
+    for name in adapter:
+        key = key_of(name)
+        if key is not None and key.part.startswith(("hada_", "lokr_")):
+            found.setdefault(_path(name.removesuffix(key.end)), {})[key.part] = name
+    return found
 
 
 def _path(name: str) -> str:
@@ -241,7 +263,8 @@ class AdapterPlan(msgspec.Struct, frozen=True):
     ) -> None:
         """Raise Incompatible unless a product fits the base and can be computed."""
         rank = require_product(product, base, adapter, where)
-        if self.config is not None and rank != self.config.rank_of(product.module):
+        is_lora = self.config is not None and self.config.kind == LORA
+        if is_lora and self.config and rank != self.config.rank_of(product.module):
             raise Incompatible(
                 f"the adapter's product for {product.tensor} has rank {rank}, its {CONFIG} says "
                 f"{self.config.rank_of(product.module)}",
