@@ -6,7 +6,9 @@
 
 RECIPE is one of mergekit-moe, BASE a directory of its base_model that transformers loads (a mount
 or a checkout), OUT a new one: OUT/model.safetensors has `layers.N.router`, float32[experts,
-hidden], and `layers.N.shared_router`, float32[1, hidden], where an expert is shared. By gate_mode:
+hidden], and `layers.N.shared_router`, float32[1, hidden], where an expert is shared;
+OUT/routers.json says what they follow from: `mstore moe` refuses them for a recipe with another
+gate_mode, other prompts, another order of experts or another base. By gate_mode:
 
     hidden, hidden_last   the hidden state that goes into layer N, at the last token of a prompt
     hidden_avg            its mean over the tokens of a prompt; padding does not count
@@ -31,8 +33,10 @@ Does not know mstore. Memory: the model in float32 (--bf16: in bfloat16).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +208,24 @@ def told(recipe: dict[str, Any], seen: list[list[torch.Tensor]], rows: list[torc
     return "\n".join(lines)
 
 
+def origin(recipe: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Return what routers follow from."""
+
+    def told(one: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "source_model": one["source_model"],
+            "positive_prompts": one["positive_prompts"],
+            "negative_prompts": one.get("negative_prompts") or [],
+        }
+
+    return {
+        "gate_mode": recipe.get("gate_mode") or "hidden",
+        "experts": [told(one) for one in recipe["experts"]],
+        "shared_experts": [told(one) for one in recipe.get("shared_experts") or []],
+        "base_config_sha256": sha256((base / "config.json").read_bytes()).hexdigest(),
+    }
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", type=Path)
@@ -217,6 +239,8 @@ def main(words: Sequence[str] | None = None) -> None:
     found = routers(recipe, prompts, seen)
     given.out.mkdir(parents=True)
     save_file(found, given.out / "model.safetensors", metadata={"format": "pt"})
+    told_origin = json.dumps(origin(recipe, given.base), indent=2, ensure_ascii=False)
+    (given.out / "routers.json").write_text(told_origin + "\n", encoding="utf-8")
     print(f"wrote {len(found)} routers to {given.out}")
     print(told(recipe, seen, [found[f"layers.{n}.router"] for n in range(prompts.layers)]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import re
@@ -118,6 +119,57 @@ def test_routers_that_are_given_are_taken(store: Store, tmp_path: Path) -> None:
     store.add(tmp_path / "routers", name="alike")
     with pytest.raises(Incompatible, match="cannot tell experts 0 and 1 apart"):
         store.plan_moe(text, routers="alike")
+
+
+STORY = {"source_model": "base", "positive_prompts": ["a"], "negative_prompts": ["b"]}
+CODE = {"source_model": "code", "positive_prompts": ["def f():"]}
+MADE_FROM: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str | None]] = {
+    "the same": ([STORY, CODE], {}, None),
+    "another name": ([STORY, CODE | {"source_model": "./code"}], {}, None),
+    "mode": ([STORY, CODE], {"gate_mode": "lda"}, "gate_mode was hidden; here lda"),
+    "order": ([CODE, STORY], {}, "experts were base, code; here code, base"),
+    "prompts": ([STORY, CODE | {"positive_prompts": ["x"]}], {}, "the prompts of code were others"),
+    "number": ([STORY], {"experts_per_token": 1}, "experts were base, code; here base\n"),
+    "base": ([STORY, CODE], {"base_model": "code"}, "its config.json was not that of code"),
+}
+
+
+@pytest.mark.parametrize("case", MADE_FROM)
+def test_routers_are_those_of_the_recipe(case: str, store: Store, tmp_path: Path) -> None:
+    """Routers that say what they were made from are refused for another mode, other prompts,
+    experts or base; models may have other names, and routers that say nothing are taken.
+    """
+    experts, more, what = MADE_FROM[case]
+    base = write(tmp_path / "base", "llama", 1)
+    code = write(tmp_path / "code", "llama", 2, like=base, rope_theta=5.0)
+    for one in (base, code):
+        store.add(one, name=one.name)
+    origin = {
+        "gate_mode": "hidden",
+        "experts": [STORY, CODE | {"negative_prompts": []}],
+        "shared_experts": [],
+        "base_config_sha256": hashlib.sha256((base / "config.json").read_bytes()).hexdigest(),
+    }
+    draw = np.random.default_rng(5)
+    rows = {f"layers.{n}.router": draw.standard_normal((len(experts), 64)) for n in range(2)}
+    for name in ("trained", "routers"):
+        (tmp_path / name).mkdir()
+        save_file(
+            {key: one.astype(np.float32) for key, one in rows.items()},
+            tmp_path / name / "model.safetensors",
+        )
+    (tmp_path / "routers" / "routers.json").write_text(json.dumps(origin))
+    for name in ("trained", "routers"):
+        store.add(tmp_path / name, name=name)
+    text = recipe(experts, **({"gate_mode": "hidden"} | more))
+    models = {"./code": "code"}
+    store.plan_moe(text, models=models, routers="trained")
+    if what is None:
+        store.plan_moe(text, models=models, routers="routers")
+        return
+    with pytest.raises(Incompatible, match=what) as refused:
+        store.plan_moe(text, models=models, routers="routers")
+    assert refused.value.where == "routers"
 
 
 def test_an_adapter_of_mlps_is_an_expert(store: Store, tmp_path: Path) -> None:
@@ -510,6 +562,9 @@ def computed(
             patch.setenv(name, "1")
         spec.loader.exec_module(program)
         program.main([str(out / "moe.yml"), str(base), str(out / "routers")])
+    origin = json.loads((out / "routers" / "routers.json").read_text())
+    assert origin["gate_mode"] == mode
+    assert [one["positive_prompts"] for one in origin["experts"]] == prompts
     found: dict[str, Any] = load_file(out / "routers" / "model.safetensors")
     return found
 

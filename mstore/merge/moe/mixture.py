@@ -186,7 +186,8 @@ def planned(
     BadRequest, Incompatible, NotFound also for a model that must be made first, Corrupt,
     StorageFailed.
     """
-    base, *others = (_made(find, recipe, one) for one in members(catalog, recipe, find, seed))
+    found = members(catalog, recipe, find, seed)
+    base, *others = (_made(find, recipe, one) for one in found)
     experts, shared = others[: len(recipe.experts)], others[len(recipe.experts) :]
     types = {str(_config(catalog, one).get("model_type")) for one in (base, *others)}
     asked = recipe.architecture
@@ -207,9 +208,7 @@ def planned(
     if lacking:
         raise Incompatible(f"has no {lacking[0]}", where=base.name)
     gate, *projections = tensors.records([tensors.base[name] for name in names])
-    weights = _routers(
-        catalog, recipe, given, seed, (layers, len(experts), len(shared), gate.shape[1])
-    )
+    weights = _routers(catalog, recipe, found[0].found, given, seed, layers, gate.shape[1])
     biases = dict(zip(BIASES, (one.shape[0] for one in projections), strict=True))
     stored = routers.stored(catalog, kind, layers, weights, biases, gate.dtype, text)
     plan = moe_plan(
@@ -250,18 +249,20 @@ def _made(find: Find, recipe: MoeRecipe, one: Member) -> Input:
 def _routers(
     catalog: Catalog,
     recipe: MoeRecipe,
+    base: Input,
     given: Input | None,
     seed: int,
-    sizes: tuple[list[Layer], int, int, int],
+    layers: Sequence[Layer],
+    hidden: int,
 ) -> routers.Routers:
-    layers, experts, shared, hidden = sizes
     if recipe.gate_mode in DRAWN:
         if given is not None:
             raise BadRequest(
                 f"gate_mode {recipe.gate_mode} draws the routers, and others are given",
                 where=Option("routers"),
             )
-        return routers.drawn(recipe.gate_mode, len(layers), experts, shared, hidden, seed)
+        counts = len(layers), len(recipe.experts), len(recipe.shared)
+        return routers.drawn(recipe.gate_mode, *counts, hidden, seed)
     if given is None:
         raise BadRequest(
             f"gate_mode {recipe.gate_mode} makes routers of what a model makes of the prompts",
@@ -272,7 +273,7 @@ def _routers(
                 routers=Option("routers", "routers"),
             ),
         )
-    return routers.given(catalog, given, layers, experts, shared, hidden)
+    return routers.given(catalog, given, recipe, base, layers, hidden)
 
 
 def _config(catalog: Catalog, one: Input) -> dict[str, object]:

@@ -6,7 +6,9 @@
 
 `random` and `uniform_random` are drawn here, as mergekit-moe 0.1.5 means them: normal numbers of
 deviation 1, and the begin of torch.nn.Linear.  All other modes need prompts and what a model makes
-of them: `examples/routers.py` computes them with torch, and they come as a checkpoint.  Draws are
+of them: `examples/routers.py` computes them with torch, and they come as a checkpoint, with
+`routers.json` beside them: gate_mode, the prompts of each expert in order, and the SHA-256 of the
+base's config.json.  Routers that have none, such as trained ones, are taken as they are.  Draws are
 whole numbers added up, so no bit depends on the machine.
 """
 
@@ -15,13 +17,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.checkpoint.declared import MERGEKIT_MOE
+from mstore.checkpoint.declared import CONFIG, MERGEKIT_MOE
 from mstore.merge.moe.architectures import Architecture
 from mstore.merge.moe.assemble import (
     Layer,
@@ -30,7 +33,7 @@ from mstore.merge.moe.assemble import (
     router_name,
     shared_router_name,
 )
-from mstore.merge.moe.recipe import GateMode
+from mstore.merge.moe.recipe import GateMode, MoeExpert, MoeRecipe
 from mstore.models.made import Publication, put_array, put_model
 from mstore.numeric.casts import singles
 from mstore.store.catalog import Catalog
@@ -44,6 +47,8 @@ from mstore.terms.requests import PREPARED
 Singles = npt.NDArray[np.float32]
 
 _WEIGHTS: Final = "model.safetensors"
+_ORIGIN: Final = "routers.json"
+_MOST_BYTES: Final = 1 << 24
 _DRAWS: Final = 12
 """A sum of so many even draws has the variance 1, and nearly the form of a normal one."""
 _LEAST_APART: Final = 0.02
@@ -56,6 +61,54 @@ class Routers(msgspec.Struct, frozen=True):
 
     weights: tuple[Singles, ...]
     shared: tuple[Singles, ...]
+
+
+class _Prompts(msgspec.Struct, frozen=True):
+    """Of one expert.  source_model: as the recipe called it then; it may call it otherwise now."""
+
+    source_model: str
+    positive_prompts: tuple[str, ...]
+    negative_prompts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, one: MoeExpert) -> _Prompts:
+        return cls(one.model.text, one.positive, one.negative)
+
+    def said(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.positive_prompts, self.negative_prompts
+
+
+class _Origin(msgspec.Struct, frozen=True):
+    """What routers follow from (`routers.json`)."""
+
+    gate_mode: str
+    experts: tuple[_Prompts, ...]
+    shared_experts: tuple[_Prompts, ...]
+    base_config_sha256: str
+
+    def difference(self, recipe: MoeRecipe, config: bytes) -> str | None:
+        """Return why these are not the routers of a recipe, None if they are.
+
+        config: the config.json of its base.
+        """
+        if self.gate_mode != recipe.gate_mode:
+            return f"gate_mode was {self.gate_mode}; here {recipe.gate_mode}"
+        for what, theirs, experts in (
+            ("experts", self.experts, recipe.experts),
+            ("shared experts", self.shared_experts, recipe.shared),
+        ):
+            ours = tuple(map(_Prompts.of, experts))
+            pairs = list(zip(theirs, ours, strict=False))
+            others = [one for then, one in pairs if then.said() != one.said()]
+            if not others and len(theirs) == len(ours):
+                continue
+            then, now = ([one.source_model for one in named] for named in (theirs, ours))
+            if then != now:
+                return f"{what} were {', '.join(then) or 'none'}; here {', '.join(now) or 'none'}"
+            return f"the prompts of {others[0].source_model} were others"
+        if self.base_config_sha256 != sha256(config).hexdigest():
+            return f"the base was another one: its config.json was not that of {recipe.base}"
+        return None
 
 
 def drawn(
@@ -80,13 +133,20 @@ def drawn(
 
 
 def given(
-    catalog: Catalog, one: Input, layers: Sequence[Layer], experts: int, shared: int, hidden: int
+    catalog: Catalog,
+    one: Input,
+    recipe: MoeRecipe,
+    base: Input,
+    layers: Sequence[Layer],
+    hidden: int,
 ) -> Routers:
-    """Return the routers of a stored checkpoint.
+    """Return the routers of a stored checkpoint.  base: the recipe's, as the store has it.
 
-    Raises Incompatible for another number of layers, experts or columns, and for routers that
-    cannot tell experts apart; Corrupt, StorageFailed.
+    Raises Incompatible for routers of another recipe, another number of layers, experts or columns,
+    and for routers that cannot tell experts apart; Corrupt, StorageFailed.
     """
+    _require_origin(catalog, one, recipe, base)
+    experts, shared = len(recipe.experts), len(recipe.shared)
     names = tensors_of(catalog, catalog.manifest_of(one.snapshot))
 
     def read(name: str, rows: int) -> Singles:
@@ -116,6 +176,25 @@ def given(
                 hint="take other prompts, or gate_mode: random and train the routers",
             )
     return Routers(weights, others)
+
+
+def _require_origin(catalog: Catalog, one: Input, recipe: MoeRecipe, base: Input) -> None:
+    """Raise Incompatible for routers that were made from another recipe, or with another base."""
+    raw = catalog.read_small(catalog.manifest_of(one.snapshot).file(_ORIGIN), _MOST_BYTES)
+    if raw is None:
+        return
+    try:
+        made = msgspec.json.decode(raw, type=_Origin)
+    except msgspec.DecodeError as error:
+        raise Incompatible(f"{_ORIGIN} is not what routers.py writes", where=one.name) from error
+    config = catalog.read_small(catalog.manifest_of(base.snapshot).file(CONFIG), _MOST_BYTES)
+    why = made.difference(recipe, config or b"")
+    if why is not None:
+        raise Incompatible(
+            f"these routers were made from another recipe: {why}",
+            where=one.name,
+            hint="make them again from this recipe, with examples/routers.py",
+        )
 
 
 def _near(rows: npt.NDArray[np.float64]) -> tuple[int, int] | None:
