@@ -68,7 +68,7 @@ def with_words(directory: Path, words: Sequence[str] = WORDS) -> Path:
     return directory
 
 
-def logits(directory: Path) -> Any:
+def logits(directory: Path, tokens: Sequence[Sequence[int]] = PROMPT) -> Any:
     """What transformers computes in float32, with no weight missing or left over."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -79,4 +79,4 @@ def logits(directory: Path) -> Any:
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not told[key], (key, told[key])
     with torch.no_grad():
-        return model(torch.tensor(PROMPT)).logits.numpy()
+        return model(torch.tensor(tokens)).logits.numpy()

@@ -93,6 +93,49 @@ def test_experts_come_back(store: Store, tmp_path: Path) -> None:
         store.experts_of("base")
 
 
+@pytest.mark.parametrize("form", ["llama", "llama as qwen", "mistral", "qwen2", "qwen3"])
+def test_an_expert_is_of_its_family_again(form: str, store: Store, tmp_path: Path) -> None:
+    """An expert of a mixture that was made here has the config and the tensors of its base, and can
+    go into a mixture of it.  One of a mixture that was added, or whose base is gone, computes the
+    same; a Mixtral without a window gives no model with one.
+    """
+    kind, _, is_qwen = form.partition(" as ")
+    more = {"sliding_window": 8} if kind == "mistral" else {}
+    base = write(tmp_path / "base", kind, 1, **more)
+    store.add(base, name="base")
+    silent = {"source_model": "base", "residual_scale": 0.0}
+    fields: dict[str, Any] = {"shared_experts": [silent]}
+    fields = fields | {"architecture": "qwen"} if is_qwen else fields if kind == "qwen2" else {}
+    made(store, recipe([{"source_model": "base"}] * 2, **fields))
+    store.checkout("moe", tmp_path / "moe")
+    store.merge(store.plan_dense("moe", 1), name="dense")
+    assert tensors(store, "dense") == tensors(store, "base")
+    store.checkout("dense", tmp_path / "dense")
+    ours, theirs = (
+        json.loads((one / "config.json").read_text()) for one in (tmp_path / "dense", base)
+    )
+    assert ours == theirs
+    text = recipe([{"source_model": one} for one in ("base", "dense")], **fields)
+    assert store.plan_moe(text).remarks == ()
+
+    store.add(tmp_path / "moe", name="again")
+    store.merge(store.plan_dense("again", 1), name="alone")
+    store.checkout("alone", tmp_path / "alone")
+    alone = json.loads((tmp_path / "alone" / "config.json").read_text())
+    if MIXTURES[kind] == "mixtral" and not is_qwen:
+        assert (alone["model_type"], "sliding_window" in alone) == ("llama", False)
+    long = [[1 + n % 90 for n in range(40)]]
+    np.testing.assert_allclose(
+        logits(tmp_path / "alone", long), logits(tmp_path / "moe", long), rtol=0, atol=CLOSE
+    )
+    prepared = [one.ref for one in store.prepare_moe(text)]
+    store.remove("base", "dense", *prepared)
+    store.prune(keep_last=1, unnamed_inputs=True)
+    store.gc(reflog_days=0)
+    gone = store.merge(store.plan_dense("moe", 1), name="gone")
+    assert gone.manifest == store["alone"].manifest
+
+
 def test_routers_that_are_given_are_taken(store: Store, tmp_path: Path) -> None:
     """Modes with prompts take a checkpoint of routers: the mixture has its numbers."""
     base = write(tmp_path / "base", "llama", 1)

@@ -136,17 +136,21 @@ class Assembling(Merging):
     def plan_dense(self, mixture: Revision, expert: int) -> PlanReport:
         """Plan a dense model of one expert of a mixture; `merge` makes it, of the same blocks.
 
+        Where the mixture was made here, the model has the config of its base, and so its type.
+
         Raises NotFound, Incompatible for what is no mixture with a tensor for each expert,
         BadRequest for an expert that it does not have, StorageFailed.
         """
         from mstore.blocks.schema import NamedSnapshot, PlanInputs
         from mstore.merge.moe.assemble import NamedModel, dense_plan
+        from mstore.merge.moe.mixture import plan_of_mixture
 
         began = time.monotonic()
         layouts.require_writable(self._catalog.layout)
         found = self._input(mixture)
         with contents.held(self._catalog, [found.snapshot]):
-            plan = dense_plan(self._catalog, NamedModel.of(self._catalog, found), expert)
+            known = plan_of_mixture(self._catalog, found)
+            plan = dense_plan(self._catalog, NamedModel.of(self._catalog, found), expert, known)
             sources = PlanInputs(NamedSnapshot(found.snapshot, found.name), ())
             return self._told(plan, sources, began)
 

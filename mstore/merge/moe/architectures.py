@@ -87,6 +87,9 @@ class Architecture(msgspec.Struct, frozen=True):
     def dense_config(self, mixture: Fields) -> dict[str, Any]:
         """Return the config of one expert by itself, from that of a mixture."""
         model_type, class_name = self.back
+        if model_type == "mistral" and "sliding_window" not in mixture:
+            # A Mixtral has no window then, and a Mistral one of 4096 tokens; a Llama has none.
+            model_type, class_name = "llama", "LlamaForCausalLM"
         fields = {**mixture, "architectures": [class_name], "model_type": model_type}
         inner = fields.get("moe_intermediate_size")
         if inner is not None:

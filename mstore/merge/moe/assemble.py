@@ -18,7 +18,7 @@ from mstore.merge.planning.stack import assembly
 from mstore.merge.recipes.layers import ModelLayers
 from mstore.models.adapters.inputs import Inputs
 from mstore.store.catalog import Catalog
-from mstore.store.models import Input, whole_config_of
+from mstore.store.models import Input, tensors_of, whole_config_of
 from mstore.store.objects.plan import BASE, EXPERT, ROUTERS, Plan, PlanInput, PlanOperation, Taken
 from mstore.store.objects.tensor import AppliedTensor
 from mstore.terms.errors import BadRequest, Incompatible
@@ -231,8 +231,11 @@ def experts_in(catalog: Catalog, mixture: NamedModel) -> tuple[Architecture, int
     return kind, count
 
 
-def dense_plan(catalog: Catalog, mixture: NamedModel, expert: int) -> Plan:
+def dense_plan(catalog: Catalog, mixture: NamedModel, expert: int, known: Plan | None) -> Plan:
     """Return the plan of one expert of a mixture as a dense model.
+
+    known: how the mixture was made, None if that is not known. The dense model then has the config
+    and the names of the mixture's base.
 
     Raises Incompatible for what is no mixture with a tensor for each expert, BadRequest for an
     expert that it does not have.
@@ -243,6 +246,7 @@ def dense_plan(catalog: Catalog, mixture: NamedModel, expert: int) -> Plan:
     inputs = Inputs(catalog, mixture.manifest, [], [mixture.name])
     taken: list[Taken] = []
     dropped: list[str] = []
+    base = None if known is None else catalog.manifest(known.base_id())
     for layer in layers_of(list(inputs.base)):
         for part in PARTS:
             source = f"{layer.at}.{kind.expert_part(expert, part)}{_WEIGHT}"
@@ -255,12 +259,17 @@ def dense_plan(catalog: Catalog, mixture: NamedModel, expert: int) -> Plan:
             taken.append(Taken(mlp_name(layer, part), 0, source))
         inside = kind.expert.partition(".")[0] + "."
         dropped += [f"{layer.at}.{rest}" for rest in layer.rests if rest.startswith(inside)]
+    if base is not None:
+        # Biases of zeros, too.
+        own = tensors_of(catalog, base)
+        dropped = [name for name in inputs.base if name not in own]
     config = whole_config_of(catalog, catalog.manifest(mixture.manifest))
+    dense = kind.dense_config(config) if base is None else whole_config_of(catalog, base)
     return assembly(
         catalog,
         PlanOperation(*_AS_IT_IS, ()),
         (PlanInput(BASE, None, mixture.manifest),),
         taken,
         dropped,
-        config=entries_between(config, kind.dense_config(config)),
+        config=entries_between(config, dense),
     )

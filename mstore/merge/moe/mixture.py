@@ -20,9 +20,11 @@ from mstore.merge.recipes.recipe import Text, at
 from mstore.models.adapters.inputs import Inputs
 from mstore.models.adapters.targets import is_adapter
 from mstore.numeric.codes import CASTS, CODES, output_dtype
+from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, config_of, tensors_of
 from mstore.store.objects.plan import ROUTERS, Plan
+from mstore.store.objects.snapshot import PREVIOUS
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
 from mstore.terms.phrases import Call, Option, call, phrase
 from mstore.terms.requests import PREPARED, MergeRequest, TensorRule
@@ -229,6 +231,24 @@ def planned(
         ),
     )
     return plan, sources
+
+
+def plan_of_mixture(catalog: Catalog, mixture: Input) -> Plan | None:
+    """Return how a mixture was made; None if it was added, or its models are no longer there."""
+    record = catalog.snapshot(mixture.snapshot)
+    id = record.plan_id()
+    plan = None if id is None else catalog.record(Plan, id)
+    if plan is None or not plan.is_mixture:
+        return None
+    try:
+        for parent in record.parents:
+            if parent.role != PREVIOUS:
+                contents.require(catalog, parent.snapshot_id(), mixture.name)
+        for one in plan.inputs:
+            catalog.manifest(one.manifest_id())
+    except NotFound:
+        return None
+    return plan
 
 
 def _made(find: Find, recipe: MoeRecipe, one: Member) -> Input:
