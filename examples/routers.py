@@ -1,6 +1,6 @@
 """Compute the routers of a mixture of experts from the prompts of its recipe.
 
-    python examples/routers.py RECIPE BASE OUT [--bf16]
+    python examples/routers.py RECIPE BASE OUT [--bf16] [--device DEVICE]
     mstore add OUT --name routers
     mstore moe --recipe RECIPE --routers routers --name moe
 
@@ -24,7 +24,8 @@ Prints which share of the positive prompts' tokens goes to each expert, and whic
 prompts' tokens reaches it: the mean over layers, the least and the most. Measured on what goes into
 the MLPs of BASE; in the mixture, that depends on the experts of the layers below, too.
 
-Does not know mstore. Memory: the model in float32 (--bf16: in bfloat16).
+Does not know mstore. Memory: the model in float32 (--bf16: in bfloat16), on DEVICE as torch calls
+it (cpu, cuda:0).
 """
 
 # mypy: disallow-untyped-calls=False
@@ -35,19 +36,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Before the imports below, which read these once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import torch
-import yaml
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+try:
+    import torch
+    import yaml
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+except ImportError as missing:
+    sys.exit(f"routers.py: {missing}; pip install torch transformers")
+
+MODES = ("hidden", "hidden_last", "hidden_avg", "cheap_embed", "lda")
+ARCHITECTURES = ("mixtral", "qwen moe", "qwen3 moe")
+KEYS = ("source_model", "positive_prompts", "negative_prompts", "noise_scale", "residual_scale")
+"""Of an expert."""
 
 SHRINKAGE = 0.1
 """How much of the covariance is that of equal variances: a few prompts have few tokens."""
@@ -60,13 +70,14 @@ Tokens = dict[str, torch.Tensor]
 class Prompts:
     """What a model makes of prompts."""
 
-    def __init__(self, base: Path, dtype: torch.dtype) -> None:
+    def __init__(self, base: Path, dtype: torch.dtype, device: str = "cpu") -> None:
+        self._device = device
         self._tokenizer: Any = AutoTokenizer.from_pretrained(base)
         self._tokenizer.padding_side = "left"
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.bos_token or self._tokenizer.eos_token
         self._model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-        self._model.eval()
+        self._model.to(device).eval()
         self.layers = int(self._model.config.num_hidden_layers)
 
     def _tokens(self, prompts: list[str]) -> Tokens:
@@ -76,7 +87,7 @@ class Prompts:
             return_tensors="pt",
             padding=True,
             add_special_tokens=False,
-        )
+        ).to(self._device)
         return found
 
     def vectors(self, prompts: list[str], mode: str) -> torch.Tensor:
@@ -86,7 +97,7 @@ class Prompts:
         if mode == "cheap_embed":
             rows = self._model.get_input_embeddings()(tokens["input_ids"]).float()
             total = (rows * mask[..., None]).sum(dim=(0, 1))
-            return total.expand(self.layers, -1)
+            return total.cpu().expand(self.layers, -1)
         with torch.no_grad():
             states = self._model(
                 input_ids=tokens["input_ids"],
@@ -102,7 +113,7 @@ class Prompts:
                 # Padding is on the left.
                 each = values[:, -1]
             found.append(each.mean(dim=0))
-        return torch.stack(found)
+        return torch.stack(found).cpu()
 
     def inputs(self, prompts: list[str]) -> list[torch.Tensor]:
         """Return float32[tokens, hidden] for each layer: what goes into its MLP."""
@@ -111,7 +122,7 @@ class Prompts:
         seen: list[torch.Tensor] = []
 
         def see(module: object, arguments: tuple[torch.Tensor, ...]) -> None:
-            seen.append(arguments[0].detach().float()[mask])
+            seen.append(arguments[0].detach().float()[mask].cpu())
 
         hooks = [
             layer.mlp.register_forward_pre_hook(see) for layer in self._model.get_decoder().layers
@@ -208,6 +219,63 @@ def told(recipe: dict[str, Any], seen: list[list[torch.Tensor]], rows: list[torc
     return "\n".join(lines)
 
 
+def refused(why: str) -> NoReturn:
+    """End the program."""
+    sys.exit(f"routers.py: {why}")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a recipe from which routers can be made; any other ends the program."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        refused(f"{path} cannot be read: {error}")
+    if not isinstance(found, dict) or not isinstance(found.get("experts"), list):
+        refused(f"{path} is no recipe of a mixture of experts: it has no list `experts`")
+    recipe: dict[str, Any] = found
+    mode = recipe.get("gate_mode") or "hidden"
+    if mode in ("random", "uniform_random"):
+        refused(f"gate_mode {mode} takes no prompts: mstore moe draws these routers itself")
+    if mode not in MODES:
+        refused(f"no gate_mode is called {mode!r}; there are {', '.join(MODES)}")
+    kind = str(recipe.get("architecture") or "").lower()
+    if not any(one.startswith(kind) for one in ARCHITECTURES):
+        refused(f"mstore makes no architecture {kind!r}; there are {', '.join(ARCHITECTURES)}")
+    count, given = recipe.get("experts_per_token") or 2, len(recipe["experts"])
+    if not isinstance(count, int) or count > given:
+        refused(
+            f"experts_per_token is {count} (2 if not given), and the recipe has {given} experts"
+        )
+    for number, one in enumerate((*recipe["experts"], *(recipe.get("shared_experts") or ()))):
+        if not isinstance(one, dict) or not isinstance(one.get("source_model"), str):
+            refused(f"expert {number} names no source_model")
+        name = one["source_model"]
+        for key in one.keys() - set(KEYS):
+            refused(f"expert {number}, {name}, has no key {key!r}; there are {', '.join(KEYS)}")
+        for key in ("positive_prompts", "negative_prompts"):
+            said = one.get(key) or []
+            if not isinstance(said, list) or not all(isinstance(text, str) for text in said):
+                refused(f"the {key} of expert {number}, {name}, are no list of texts")
+        if not one.get("positive_prompts"):
+            refused(f"expert {number}, {name}, has no positive_prompts")
+    return recipe
+
+
+def require(base: Path, out: Path, device: str) -> None:
+    """End the program for a base, a directory or a device that will not do."""
+    if not (base / "config.json").is_file():
+        refused(
+            f"{base} has no config.json: BASE is a directory with the base's files, such as one "
+            "that `mstore mount REF DIR` or `mstore checkout REF DIR` makes"
+        )
+    if out.exists():
+        refused(f"{out} is there already: give the name of a new directory")
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        refused(f"torch has no device {device!r} here: {str(error).splitlines()[0]}")
+
+
 def origin(recipe: dict[str, Any], base: Path) -> dict[str, Any]:
     """Return what routers follow from."""
 
@@ -232,9 +300,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("base", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--bf16", action="store_true", help="load the model in bfloat16")
+    parser.add_argument("--device", default="cpu", help="where the model is: cpu, cuda:0, ...")
     given = parser.parse_args(words)
-    recipe = yaml.safe_load(given.recipe.read_text())
-    prompts = Prompts(given.base, torch.bfloat16 if given.bf16 else torch.float32)
+    recipe = read(given.recipe)
+    require(given.base, given.out, given.device)
+    told_type = "bfloat16" if given.bf16 else "float32 (--bf16 takes half the memory)"
+    print(f"loading {given.base} in {told_type}", file=sys.stderr)
+    dtype = torch.bfloat16 if given.bf16 else torch.float32
+    prompts = Prompts(given.base, dtype, given.device)
     seen = [prompts.inputs(one["positive_prompts"]) for one in recipe["experts"]]
     found = routers(recipe, prompts, seen)
     given.out.mkdir(parents=True)

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -587,24 +588,29 @@ def prompted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_words(write(tmp_path_factory.mktemp("prompted") / "base", "llama", 1))
 
 
-def computed(
-    base: Path, out: Path, prompts: list[list[str]], mode: str, per_token: int = 2
-) -> dict[str, Any]:
-    """What the program writes for experts with these prompts."""
+def routers_py(*words: Any) -> None:
+    """Run the program."""
     path = Path(__file__).parent.parent / "examples" / "routers.py"
     spec = importlib.util.spec_from_file_location("routers", path)
     assert spec is not None
     assert spec.loader is not None
     program = importlib.util.module_from_spec(spec)
-    experts = [{"source_model": "m", "positive_prompts": one} for one in prompts]
-    out.mkdir()
-    (out / "moe.yml").write_text(recipe(experts, gate_mode=mode, experts_per_token=per_token))
     with pytest.MonkeyPatch.context() as patch:
         # What it sets for itself would stay for the tests after this one.
         for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
             patch.setenv(name, "1")
         spec.loader.exec_module(program)
-        program.main([str(out / "moe.yml"), str(base), str(out / "routers")])
+        program.main(list(map(str, words)))
+
+
+def computed(
+    base: Path, out: Path, prompts: list[list[str]], mode: str, per_token: int = 2
+) -> dict[str, Any]:
+    """What the program writes for experts with these prompts."""
+    experts = [{"source_model": "m", "positive_prompts": one} for one in prompts]
+    out.mkdir()
+    (out / "moe.yml").write_text(recipe(experts, gate_mode=mode, experts_per_token=per_token))
+    routers_py(out / "moe.yml", base, out / "routers")
     origin = json.loads((out / "routers" / "routers.json").read_text())
     assert origin["gate_mode"] == mode
     assert [one["positive_prompts"] for one in origin["experts"]] == prompts
@@ -653,3 +659,54 @@ def test_routers_of_prompts(mode: str, prompted: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(
             wide["layers.0.router"][0], alone["layers.0.router"][0], atol=1e-5
         )
+
+
+UNFIT: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
+    "no prompts": (
+        [STORY, {"source_model": "code"}],
+        {},
+        "expert 1, code, has no positive_prompts",
+    ),
+    "a misspelt key": ([STORY, CODE | {"negative_prompt": ["x"]}], {}, "no key 'negative_prompt'"),
+    "a number": ([STORY, CODE | {"positive_prompts": [7]}], {}, "no list of texts"),
+    "a mode": ([STORY, CODE], {"gate_mode": "hiden"}, "no gate_mode is called 'hiden'"),
+    "drawn": ([STORY, CODE], {"gate_mode": "random"}, "takes no prompts"),
+    "deepseek": ([STORY, CODE], {"architecture": "deepseek"}, "no architecture 'deepseek'"),
+    "one expert": ([STORY], {}, "experts_per_token is 2 (2 if not given), and the recipe has 1"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_routers_py_refuses_a_recipe_before_it_computes(case: str, tmp_path: Path) -> None:
+    """One line says what is wrong, before any model is looked for."""
+    experts, more, what = UNFIT[case]
+    (tmp_path / "moe.yml").write_text(recipe(experts, **({"gate_mode": "hidden"} | more)))
+    with pytest.raises(SystemExit, match=re.escape(what)) as refused:
+        routers_py(tmp_path / "moe.yml", tmp_path / "none", tmp_path / "out")
+    assert "\n" not in str(refused.value)
+
+
+def test_routers_py_refuses_files_before_it_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ref in place of the base's files, a directory that is there, a device that is not, a recipe
+    that is not, torch that is missing: one line each.
+    """
+    good = tmp_path / "moe.yml"
+    good.write_text(recipe([STORY, CODE], gate_mode="hidden"))
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    out = tmp_path / "out"
+    for words, what in (
+        ((good, "llama", out), "llama has no config.json: BASE is a directory"),
+        ((good, base, base), "base is there already"),
+        ((good, base, out, "--device", "cuda:99"), "torch has no device 'cuda:99' here"),
+        ((base / "none.yml", base, out), "none.yml cannot be read"),
+        ((base / "config.json", base, out), "no recipe of a mixture of experts"),
+    ):
+        with pytest.raises(SystemExit, match=re.escape(what)):
+            routers_py(*words)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit, match="pip install torch transformers"):
+        routers_py(good, base, out)

@@ -288,7 +288,8 @@ def _routers(
             f"gate_mode {recipe.gate_mode} makes routers of what a model makes of the prompts",
             where=recipe.where,
             hint=phrase(
-                "python examples/routers.py RECIPE BASE DIR makes them; then {add}, and {routers}",
+                "examples/routers.py of mstore's source makes them of a mount or a checkout of the "
+                "base: python routers.py RECIPE BASE_FILES DIR; then {add}, and {routers}",
                 add=call("add", "DIR", name="routers"),
                 routers=Option("routers", "routers"),
             ),
