@@ -154,7 +154,7 @@ def test_unknown_models(filled: Program, tmp_path: Path) -> None:
     done = filled("plan", "--recipe", recipe)
     assert done.status == 1
     assert f"error: {recipe}, line 3: no directory ./nowhere" in done.err
-    assert "add DIRECTORY --name mistralai/Mistral-7B-v0.1" in done.err
+    assert "add hf://mistralai/Mistral-7B-v0.1 --name mistralai/Mistral-7B-v0.1" in done.err
 
 
 @pytest.mark.parametrize("verb", [["plan"], ["merge", "--name", "m"]])

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -377,6 +378,18 @@ def test_what_is_lost_is_told(store: Store, tmp_path: Path) -> None:
     store.add(write(tmp_path / "other", "llama", 2), name="other")
     plan = store.plan_moe(recipe([{"source_model": "base"}, {"source_model": "other"}]))
     assert any("other differs from the base in" in one for one in plan.remarks)
+    assert not any("shared expert" in one for one in plan.remarks)
+    # mergekit chooses another architecture then, without a word.
+    shared = {"shared_experts": [{"source_model": "base"}]}
+    text = recipe([{"source_model": "base"}] * 2, **shared)
+    assert any(
+        "the shared expert makes this a qwen moe" in one for one in store.plan_moe(text).remarks
+    )
+    told = store.plan_moe(recipe([{"source_model": "base"}] * 2, architecture="qwen", **shared))
+    assert told.remarks == ()
+    with pytest.raises(BadRequest, match="exactly one") as refused:
+        store.plan_moe(recipe([{"source_model": "base"}] * 2, architecture="qwen"))
+    assert "shared_experts:\n- source_model: MODEL" in str(refused.value.hint)
 
 
 def test_draws_are_the_same_again(store: Store, tmp_path: Path) -> None:
@@ -400,7 +413,14 @@ WRONG = {
         recipe([one | {"positive_prompts": ["a"]} for one in EXPERTS], gate_mode="hidden"),
         "all experts have the same prompts",
     ),
-    "too few experts": (recipe(EXPERTS[:1]), "each token goes to 2 experts, and there are 1"),
+    "too few experts": (
+        recipe(EXPERTS[:1]),
+        r"experts_per_token is 2 \(the default\), and the recipe has 1 expert$",
+    ),
+    "fewer experts": (
+        recipe(EXPERTS, experts_per_token=3),
+        "experts_per_token is 3, and the recipe has 2 experts",
+    ),
     "no base": (json.dumps({"experts": EXPERTS}), "needs its base_model"),
     "a prompt that is none": (
         recipe([{"source_model": "a", "positive_prompts": [1]}]),
@@ -509,6 +529,70 @@ def test_from_the_command_line(store: Store, tmp_path: Path) -> None:
     assert (wrong.status, "--recipe FILE, or --unpack" in wrong.err) == (2, True)
 
 
+def typed(kind: str, **more: Any) -> dict[str, Any]:
+    """A recipe of directories of this kind, and its options on the command line."""
+    experts = [{"source_model": f"./{kind}"}] * 2
+    return {"base_model": f"./{kind}", "gate_mode": "random", "experts": experts} | more
+
+
+SHARED = {"shared_experts": [{"source_model": "./llama"}]}
+SAID = [{"source_model": "./llama", "positive_prompts": [one]} for one in "ab"]
+NOTHING_ADDED = {
+    "no routers": (typed("llama", gate_mode="lda", experts=SAID), [], "makes routers of what"),
+    "both": (typed("llama"), ["--routers", "x"], "draws the routers"),
+    "other routers": (
+        typed("llama", gate_mode="lda", experts=SAID),
+        ["--routers", "none"],
+        "no such ref",
+    ),
+    "a type": (typed("gemma2"), [], "and these models are gemma2"),
+    "two types": (typed("llama", base_model="./gemma2"), [], "these are gemma2, llama"),
+    "qwen": (typed("llama", architecture="qwen"), [], "exactly one shared expert"),
+    "mixtral": (typed("llama", architecture="mixtral", **SHARED), [], "has no shared expert"),
+    "dtype": (typed("llama", dtype="int8"), [], "a mixture is made in bfloat16, float16 or"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_ADDED)
+def test_nothing_is_added_for_a_recipe_that_is_wrong(
+    case: str, store: Store, tmp_path: Path
+) -> None:
+    """What the recipe and the models' configs say is checked before any directory is added."""
+    fields, options, what = NOTHING_ADDED[case]
+    write(tmp_path / "llama", "llama", 1)
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    shutil.copytree(tmp_path / "llama", tmp_path / "gemma2")
+    (tmp_path / "gemma2" / "config.json").write_text(json.dumps(config | {"model_type": "gemma2"}))
+    (tmp_path / "moe.yml").write_text(json.dumps(fields))
+    done = Program(store.path)(
+        "moe", "--recipe", str(tmp_path / "moe.yml"), "--name", "m", *options
+    )
+    assert done.status != 0
+    assert what in " ".join(done.err.split())
+    assert "--dtype" not in done.err
+    assert store.refs() == []
+
+
+def test_an_expert_with_more_tokens_is_added(store: Store, tmp_path: Path) -> None:
+    """A directory that is no fine-tune of the base, as it has more rows, is added without one."""
+    write(tmp_path / "base", "llama", 1)
+    write(tmp_path / "code", "llama", 2, vocab_size=100)
+    experts = [{"source_model": "./base"}, {"source_model": "./code"}]
+    (tmp_path / "moe.yml").write_text(recipe(experts, base_model="./base"))
+    mstore = Program(store.path)
+    done = mstore.succeed("moe", "--recipe", str(tmp_path / "moe.yml"), "--name", "m")
+    assert "code differs from the base" in " ".join((done.out + done.err).split())
+
+
+def test_a_model_of_the_hub_is_one_command_away(store: Store, tmp_path: Path) -> None:
+    """A model that is not there and has a name of the Hub is added from there."""
+    experts = [{"source_model": "org/model"}, {"source_model": "other"}]
+    (tmp_path / "moe.yml").write_text(recipe(experts, base_model="org/model"))
+    refused = Program(store.path)("moe", "--recipe", str(tmp_path / "moe.yml"), "--name", "m").err
+    assert "add hf://org/model --name org/model" in refused
+    assert "add DIRECTORY --name other" in refused
+
+
 def test_the_recipe_goes_with_the_mixture(store: Store, tmp_path: Path) -> None:
     """The result has the recipe as it was written, as mergekit-moe writes it, and a card that says
     what it is; an expert that is taken out has neither.
@@ -529,8 +613,9 @@ def test_the_recipe_goes_with_the_mixture(store: Store, tmp_path: Path) -> None:
     assert "mergekit_moe_config.yml" not in found["dense"]
     assert b"# A mixture of 2 experts" in found["moe"]["README.md"]
     assert b"# An expert of a mixture, as a dense model" in found["dense"]["README.md"]
-    with pytest.raises(BadRequest, match="no recipe takes one out"):
+    with pytest.raises(BadRequest, match="no recipe takes one out") as refused:
         store.recipe("dense")
+    assert refused.value.where == "dense"
     with pytest.raises(BadRequest, match="nothing was merged"):
         store.blame("moe")
 

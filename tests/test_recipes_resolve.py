@@ -468,7 +468,11 @@ MOE = "base_model: base\ngate_mode: hidden\nexperts:\n- {source_model: math}\n"
 @pytest.mark.parametrize(
     ("text", "what", "hint"),
     [
-        (MOE, "a recipe of a mixture of experts", "store.plan_moe(TEXT)"),
+        (
+            MOE,
+            "a recipe of a mixture of experts",
+            "store.plan_moe(TEXT) makes it at once: it copies no weight, and needs no plan before",
+        ),
         (
             DENSE,
             "density must be in (0, 1], and at least 2^-32, not 2",

@@ -69,6 +69,7 @@ def told_change(one: AlignedModel, report: AlignReport) -> str:
 
 STDIN = "-"
 _ID = re.compile("[0-9a-f]{64}")
+_OF_HUB = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _PATHS = ("/", "./", "../", "~")
 
 RecipeFile = Annotated[
@@ -195,14 +196,27 @@ def models_of_template(session: Session, store: Store, recipe: RecipeText) -> di
     return revisions
 
 
-def models_of_moe(session: Session, store: Store, recipe: RecipeText) -> dict[str, str]:
+def models_of_moe(
+    session: Session, store: Store, recipe: RecipeText, routers: str | None
+) -> dict[str, str]:
     """Return the revisions of the models that a recipe of mergekit-moe names.
 
-    Adds directories, as `request_of_recipe` does.  Raises BadRequest, NotFound.
+    routers: the revision of a checkpoint. Adds directories, as `request_of_recipe` does, but none
+    for a recipe that the configs of its models show to be wrong.  Raises BadRequest, NotFound.
     """
+    from mstore.merge.moe.mixture import checked
     from mstore.merge.moe.recipe import parse_moe
 
-    return _Models(session, store, recipe, {}).found(parse_moe(recipe.text, recipe.where))
+    asked = parse_moe(recipe.text, recipe.where)
+    models = _Models(session, store, recipe, {})
+    models.require(asked, but=())
+    types = models.types(asked)
+    if types:
+        checked(asked, types, has_routers=routers is not None)
+    if routers is not None:
+        store[routers]
+    # A mixture takes MLPs alone: an expert may have more tokens than the base.
+    return models.found(asked, loose=True)
 
 
 def _read(
@@ -250,11 +264,14 @@ class _Models:
         self._store = store
         self._recipe = recipe
 
-    def found(self, recipe: Recipe | MoeRecipe) -> dict[str, str]:
+    def found(self, recipe: Recipe | MoeRecipe, *, loose: bool = False) -> dict[str, str]:
         """Return the revision of each model, by the recipe's name for it.
 
-        A name is a ref if there is one; `./name` is always a directory.
+        A name is a ref if there is one; `./name` is always a directory. loose: a model may have
+        other shapes than the base, and is then added without one.
         """
+        from mstore.terms.errors import Incompatible
+
         self.require(recipe, but=self._earlier)
         directories: dict[str, Path] = {}
         revisions: dict[str, str] = {}
@@ -273,7 +290,13 @@ class _Models:
         for model in recipe.named():
             if model.text in directories:
                 own = None if is_stack else base
-                revisions[model.text] = self._added(directories[model.text], own)
+                try:
+                    added = self._added(directories[model.text], own)
+                except Incompatible:
+                    if own is None or not loose:
+                        raise
+                    added = self._added(directories[model.text], None)
+                revisions[model.text] = added
             # The first that is named is the base; the others are stored as differences to it.
             base = base or revisions[model.text]
         return revisions
@@ -292,6 +315,27 @@ class _Models:
         for one in models:
             if self._recipe.strict and self._here(one.text) != one.text:
                 raise BadRequest(self._ignored(one))
+
+    def types(self, recipe: MoeRecipe) -> set[str]:
+        """Return the model types of its models; nothing of those without a config.json."""
+        from mstore.checkpoint.declared import CONFIG
+        from mstore.checkpoint.strict_json import json_object
+        from mstore.terms.errors import NotFound
+
+        found = set()
+        for name in recipe.names():
+            here = self._here(name.model().text)
+            try:
+                raw = (
+                    b"".join(self._store.read_file(here, CONFIG))
+                    if self._is_ref(here)
+                    else (self._directory(here) / CONFIG).read_bytes()
+                )
+            except (NotFound, FileNotFoundError):
+                # Such as an adapter, which has an error of its own.
+                continue
+            found.add(str(json_object(raw).get("model_type")))
+        return found
 
     def _here(self, name: str) -> str:
         """Return what a model is called here: NAME for NAME@REVISION, as in the Hub's names."""
@@ -351,7 +395,11 @@ class _Models:
             )
         is_path = first.text.startswith(_PATHS)
         names = [one.text.partition("@")[0] for one in missing if not one.text.startswith(_PATHS)]
-        lines = [f"mstore add DIRECTORY --name {shlex.quote(name)}" for name in names]
+        lines = [
+            f"mstore add {f'hf://{name}' if _OF_HUB.fullmatch(name) else 'DIRECTORY'} "
+            f"--name {shlex.quote(name)}"
+            for name in names
+        ]
         return NotFound(
             f"no directory {first.text}"
             if is_path

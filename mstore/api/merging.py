@@ -345,7 +345,12 @@ class Merging(Exchanging):
 
         id = self._catalog.resolve(revision)
         plan = plan_of(id, self._catalog.snapshot(id), so="there is no recipe")
-        return printed_recipe(self._catalog, self._catalog.record(Plan, plan))
+        try:
+            return printed_recipe(self._catalog, self._catalog.record(Plan, plan))
+        except BadRequest as error:
+            if error.where is None:
+                error.locate(str(revision))
+            raise
 
     def sweep(
         self,

@@ -95,7 +95,7 @@ def moe(
         else:
             store.require_branch(name)
             text = RecipeText.read(recipe or "", strict=True)
-            models = models_of_moe(session, store, text)
+            models = models_of_moe(session, store, text, routers)
             with session.progress() as tick:
                 prepared = store.prepare_moe(
                     text.text,

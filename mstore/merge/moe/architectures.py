@@ -219,7 +219,11 @@ def architecture_of(
     if not found:
         needs = "exactly one shared expert" if fits[0].shared else "no shared expert"
         raise BadRequest(
-            f"a {fits[0].name} has {needs}, and the recipe names {shared}", where=where
+            f"a {fits[0].name} has {needs}, and the recipe names {shared}",
+            where=where,
+            hint="a shared expert is one of a list:\nshared_experts:\n- source_model: MODEL"
+            if fits[0].shared
+            else None,
         )
     return found[0]
 

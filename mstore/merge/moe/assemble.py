@@ -89,8 +89,10 @@ def moe_plan(
     *,
     layers: Sequence[Layer],
     per_token: int,
+    remarks: Sequence[str] = (),
 ) -> Plan:
-    """Return the plan of a mixture.  layers: of the base (`layers_of`).
+    """Return the plan of a mixture.  layers: of the base (`layers_of`). remarks: more of
+    the plan's.
 
     Raises Incompatible for models that do not fit, NotFound, Corrupt, StorageFailed.
     """
@@ -124,7 +126,7 @@ def moe_plan(
         taken,
         dropped,
         config=entries_between(config, fields),
-        remarks=tuple(one for one in left if one is not None),
+        remarks=(*remarks, *(one for one in left if one is not None)),
     )
 
 

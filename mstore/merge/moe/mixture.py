@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import msgspec
@@ -11,7 +11,7 @@ from blake3 import blake3
 from mstore.blocks.schema import NamedSnapshot, PlanInputs
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.merge.moe import routers
-from mstore.merge.moe.architectures import BIASES, DOWN, PARTS, architecture_of
+from mstore.merge.moe.architectures import BIASES, DOWN, PARTS, Architecture, architecture_of
 from mstore.merge.moe.assemble import Layer, NamedModel, layers_of, moe_plan
 from mstore.merge.moe.noise import Noise
 from mstore.merge.moe.recipe import DRAWN, MoeExpert, MoeRecipe
@@ -153,6 +153,7 @@ def _asked_type(recipe: MoeRecipe) -> str | None:
         return output_dtype(recipe.dtype.text)
     except BadRequest as error:
         error.locate(at(recipe.where, recipe.dtype.line))
+        error.advise("a mixture is made in bfloat16, float16 or float32")
         raise
 
 
@@ -174,6 +175,39 @@ def _types(catalog: Catalog, model: Input, *, every: bool) -> set[str]:
     return {one.dtype for one in catalog.tensors(ids) if DTYPES[one.dtype].floating}
 
 
+def checked(recipe: MoeRecipe, types: Collection[str], *, has_routers: bool) -> Architecture:
+    """Return the kind of mixture that a recipe asks for, of models of these types.
+
+    has_routers: whether a checkpoint of routers is given. Raises BadRequest, Incompatible for what
+    is wrong with the recipe whatever else is in the models.
+    """
+    _asked_type(recipe)
+    asked = recipe.architecture
+    kind = architecture_of(
+        None if asked is None else asked.text,
+        types,
+        len(recipe.shared),
+        where=at(recipe.where, recipe.line if asked is None else asked.line),
+    )
+    mode = recipe.gate_mode
+    if mode in DRAWN and has_routers:
+        raise BadRequest(
+            f"gate_mode {mode} draws the routers, and others are given", where=Option("routers")
+        )
+    if mode not in DRAWN and not has_routers:
+        raise BadRequest(
+            f"gate_mode {mode} makes routers of what a model makes of the prompts",
+            where=recipe.where,
+            hint=phrase(
+                "examples/routers.py of mstore's source makes them of a mount or a checkout of the "
+                "base: python routers.py RECIPE BASE_FILES DIR; then {add}, and {routers}",
+                add=call("add", "DIR", name="routers"),
+                routers=Option("routers", "routers"),
+            ),
+        )
+    return kind
+
+
 def planned(
     catalog: Catalog,
     recipe: MoeRecipe,
@@ -192,13 +226,7 @@ def planned(
     base, *others = (_made(find, recipe, one) for one in found)
     experts, shared = others[: len(recipe.experts)], others[len(recipe.experts) :]
     types = {str(_config(catalog, one).get("model_type")) for one in (base, *others)}
-    asked = recipe.architecture
-    kind = architecture_of(
-        None if asked is None else asked.text,
-        types,
-        len(shared),
-        where=f"{recipe.where}, line {recipe.line if asked is None else asked.line}",
-    )
+    kind = checked(recipe, types, has_routers=given is not None)
     tensors = Inputs(catalog, catalog.snapshot(base.snapshot).manifest_id(), [], [base.name])
     layers = layers_of(list(tensors.base))
     if not layers:
@@ -212,6 +240,13 @@ def planned(
     gate, *projections = tensors.records([tensors.base[name] for name in names])
     weights = _routers(catalog, recipe, found[0].found, given, seed, layers, gate.shape[1])
     biases = dict(zip(BIASES, (one.shape[0] for one in projections), strict=True))
+    remarks = []
+    if recipe.architecture is None and kind.shared and "qwen2" not in types:
+        # mergekit chooses so, too.
+        remarks.append(
+            f"the shared expert makes this a {kind.name}, as a mixtral has none "
+            "(`architecture: qwen` in the recipe says so)"
+        )
     stored = routers.stored(catalog, kind, layers, weights, biases, gate.dtype, text)
     plan = moe_plan(
         catalog,
@@ -222,6 +257,7 @@ def planned(
         catalog.snapshot(stored).manifest_id(),
         layers=layers,
         per_token=recipe.per_token,
+        remarks=remarks,
     )
     sources = PlanInputs(
         NamedSnapshot(base.snapshot, base.name),
@@ -275,25 +311,9 @@ def _routers(
     layers: Sequence[Layer],
     hidden: int,
 ) -> routers.Routers:
-    if recipe.gate_mode in DRAWN:
-        if given is not None:
-            raise BadRequest(
-                f"gate_mode {recipe.gate_mode} draws the routers, and others are given",
-                where=Option("routers"),
-            )
+    if given is None:
         counts = len(layers), len(recipe.experts), len(recipe.shared)
         return routers.drawn(recipe.gate_mode, *counts, hidden, seed)
-    if given is None:
-        raise BadRequest(
-            f"gate_mode {recipe.gate_mode} makes routers of what a model makes of the prompts",
-            where=recipe.where,
-            hint=phrase(
-                "examples/routers.py of mstore's source makes them of a mount or a checkout of the "
-                "base: python routers.py RECIPE BASE_FILES DIR; then {add}, and {routers}",
-                add=call("add", "DIR", name="routers"),
-                routers=Option("routers", "routers"),
-            ),
-        )
     return routers.given(catalog, given, recipe, base, layers, hidden)
 
 

@@ -97,12 +97,16 @@ class _Document(DocumentReader):
         mode = self._gate_mode(fields.get("gate_mode"))
         experts = self.items(fields, "experts", self._expert)
         shared = self.items(fields, "shared_experts", self._expert)
-        per_token = self._number(fields.get("experts_per_token"), "experts_per_token", 2)
+        asked = fields.get("experts_per_token")
+        per_token = self._number(asked, "experts_per_token", 2)
         if per_token != int(per_token) or per_token < 1:
-            raise self.refused("experts_per_token is a whole number from 1", node)
+            raise self.refused("experts_per_token is a whole number from 1", asked or node)
         if len(experts) < per_token:
+            default = "" if asked is not None else " (the default)"
+            there = "1 expert" if len(experts) == 1 else f"{len(experts)} experts"
             raise self.refused(
-                f"each token goes to {int(per_token)} experts, and there are {len(experts)}", node
+                f"experts_per_token is {int(per_token)}{default}, and the recipe has {there}",
+                asked or node,
             )
         self._require_prompts(mode, experts, shared)
         return MoeRecipe(

@@ -39,7 +39,9 @@ def recipe_text(catalog: Catalog, plan: Plan) -> str:
             raise BadRequest("the routers of this mixture have no recipe beside them")
         return catalog.read_parts(file.parts).decode()
     if plan.is_assembly and not plan.layers:
-        raise BadRequest("it is an expert of a mixture, and no recipe takes one out")
+        raise BadRequest(
+            "is an expert that was taken out of a mixture, and no recipe takes one out"
+        )
     names = list(tensors_of(catalog, catalog.manifest(plan.base_id())))
     if not is_retyped(catalog, plan):
         # Whether the type was asked for does not change the merge, so it must not change its files.

@@ -31,7 +31,7 @@ from mstore.merge.recipes.recipe import (
     converted,
 )
 from mstore.terms.errors import BadRequest, did_you_mean
-from mstore.terms.phrases import Call
+from mstore.terms.phrases import Call, phrase
 from mstore.terms.requests import AUTO, UNION
 
 _Parsed = TypeVar("_Parsed")
@@ -162,7 +162,10 @@ class _Document(DocumentReader):
             raise BadRequest(
                 "a recipe of a mixture of experts",
                 where=at(self._where, node.line),
-                hint=Call("plan_moe", ("TEXT",)),
+                hint=phrase(
+                    "{make} makes it at once: it copies no weight, and needs no plan before",
+                    make=Call("plan_moe", ("TEXT",)),
+                ),
             )
         if _LAYER_SLICES in keys and "merge_method" not in keys:
             return self._bakllama(node)
