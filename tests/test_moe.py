@@ -378,6 +378,10 @@ def test_what_is_lost_is_told(store: Store, tmp_path: Path) -> None:
     store.add(write(tmp_path / "other", "llama", 2), name="other")
     plan = store.plan_moe(recipe([{"source_model": "base"}, {"source_model": "other"}]))
     assert any("other differs from the base in" in one for one in plan.remarks)
+    store.merge(plan, name="lossy")
+    assert store.plan_dense("lossy", 0).remarks == ()
+    (told,) = store.plan_dense("lossy", 1).remarks
+    assert told.startswith("expert 1 lacks what other changed in 10 tensors outside of its MLPs")
     assert not any("shared expert" in one for one in plan.remarks)
     # mergekit chooses another architecture then, without a word.
     shared = {"shared_experts": [{"source_model": "base"}]}
@@ -385,8 +389,11 @@ def test_what_is_lost_is_told(store: Store, tmp_path: Path) -> None:
     assert any(
         "the shared expert makes this a qwen moe" in one for one in store.plan_moe(text).remarks
     )
-    told = store.plan_moe(recipe([{"source_model": "base"}] * 2, architecture="qwen", **shared))
-    assert told.remarks == ()
+    silent = store.plan_moe(recipe([{"source_model": "base"}] * 2, architecture="qwen", **shared))
+    assert silent.remarks == ()
+    store.merge(silent, name="qwen")
+    (told,) = store.plan_dense("qwen", 1).remarks
+    assert told == "the mixture's shared expert is in none of its experts"
     with pytest.raises(BadRequest, match="exactly one") as refused:
         store.plan_moe(recipe([{"source_model": "base"}] * 2, architecture="qwen"))
     assert "shared_experts:\n- source_model: MODEL" in str(refused.value.hint)
@@ -612,7 +619,7 @@ def test_the_recipe_goes_with_the_mixture(store: Store, tmp_path: Path) -> None:
     assert found["moe"]["mergekit_moe_config.yml"].decode() == text
     assert "mergekit_moe_config.yml" not in found["dense"]
     assert b"# A mixture of 2 experts" in found["moe"]["README.md"]
-    assert b"# An expert of a mixture, as a dense model" in found["dense"]["README.md"]
+    assert b"# Expert 0 of a mixture, as a dense model" in found["dense"]["README.md"]
     with pytest.raises(BadRequest, match="no recipe takes one out") as refused:
         store.recipe("dense")
     assert refused.value.where == "dense"

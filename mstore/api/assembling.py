@@ -143,14 +143,14 @@ class Assembling(Merging):
         """
         from mstore.blocks.schema import NamedSnapshot, PlanInputs
         from mstore.merge.moe.assemble import NamedModel, dense_plan
-        from mstore.merge.moe.mixture import plan_of_mixture
+        from mstore.merge.moe.mixture import made_of
 
         began = time.monotonic()
         layouts.require_writable(self._catalog.layout)
         found = self._input(mixture)
         with contents.held(self._catalog, [found.snapshot]):
-            known = plan_of_mixture(self._catalog, found)
-            plan = dense_plan(self._catalog, NamedModel.of(self._catalog, found), expert, known)
+            models = made_of(self._catalog, found)
+            plan = dense_plan(self._catalog, NamedModel.of(self._catalog, found), expert, models)
             sources = PlanInputs(NamedSnapshot(found.snapshot, found.name), ())
             return self._told(plan, sources, began)
 

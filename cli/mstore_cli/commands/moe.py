@@ -138,7 +138,8 @@ def moe(
                 for one in made
             ),
         )
-        for one in made:
-            draw_remarks(screen, one.remarks, one.warnings)
+        # Some remarks are about all experts.
+        told = dict.fromkeys(remark for one in made for remark in one.remarks)
+        draw_remarks(screen, told, [warning for one in made for warning in one.warnings])
 
     session.output.emit({"made": made}, ids=[one.snapshot for one in made], human=human)

@@ -7,7 +7,7 @@ lack, are a small checkpoint of its own (`routers`), a companion in the role `ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -22,7 +22,7 @@ from mstore.store.models import Input, tensors_of, whole_config_of
 from mstore.store.objects.plan import BASE, EXPERT, ROUTERS, Plan, PlanInput, PlanOperation, Taken
 from mstore.store.objects.tensor import AppliedTensor
 from mstore.terms.errors import BadRequest, Incompatible
-from mstore.terms.ids import ManifestId
+from mstore.terms.ids import ManifestId, TensorId
 from mstore.terms.phrases import few
 
 _AS_IT_IS: Final = ("passthrough", (("scale", 1.0),))
@@ -200,17 +200,17 @@ def _require_alike(inputs: Inputs, members: Sequence[NamedModel], taken: Sequenc
 
 def _left_out(inputs: Inputs, number: int, member: NamedModel) -> str | None:
     """Return which of a model's changes a mixture does not have, as a remark."""
-    theirs, ours = inputs.members[number], inputs.base
+    lost = _outside(inputs.members[number], inputs.base)
+    return lost and f"{member.name} differs from the base in {lost}; the mixture has the base's"
+
+
+def _outside(theirs: Mapping[str, TensorId], ours: Mapping[str, TensorId]) -> str | None:
+    """Return which tensors outside of MLPs differ from those of a base; None if none does."""
     mlp = tuple(f".{_MLP}{part}{_WEIGHT}" for part in PARTS)
     lost = [
         name for name, id in theirs.items() if ours.get(name, id) != id and not name.endswith(mlp)
     ]
-    if not lost:
-        return None
-    return (
-        f"{member.name} differs from the base in {len(lost)} tensors outside of its MLPs "
-        f"({few(lost, 3)}); the mixture has the base's"
-    )
+    return f"{len(lost)} tensors outside of its MLPs ({few(lost, 3)})" if lost else None
 
 
 # -- back to dense models ------------------------------------------------------------------------
@@ -233,11 +233,13 @@ def experts_in(catalog: Catalog, mixture: NamedModel) -> tuple[Architecture, int
     return kind, count
 
 
-def dense_plan(catalog: Catalog, mixture: NamedModel, expert: int, known: Plan | None) -> Plan:
+def dense_plan(
+    catalog: Catalog, mixture: NamedModel, expert: int, made_of: Sequence[NamedModel]
+) -> Plan:
     """Return the plan of one expert of a mixture as a dense model.
 
-    known: how the mixture was made, None if that is not known. The dense model then has the config
-    and the names of the mixture's base.
+    made_of: the base and the experts that the mixture was made of, none if they are not known. With
+    them the dense model has the config and the names of the base.
 
     Raises Incompatible for what is no mixture with a tensor for each expert, BadRequest for an
     expert that it does not have.
@@ -248,7 +250,6 @@ def dense_plan(catalog: Catalog, mixture: NamedModel, expert: int, known: Plan |
     inputs = Inputs(catalog, mixture.manifest, [], [mixture.name])
     taken: list[Taken] = []
     dropped: list[str] = []
-    base = None if known is None else catalog.manifest(known.base_id())
     for layer in layers_of(list(inputs.base)):
         for part in PARTS:
             source = f"{layer.at}.{kind.expert_part(expert, part)}{_WEIGHT}"
@@ -261,12 +262,21 @@ def dense_plan(catalog: Catalog, mixture: NamedModel, expert: int, known: Plan |
             taken.append(Taken(mlp_name(layer, part), 0, source))
         inside = kind.expert.partition(".")[0] + "."
         dropped += [f"{layer.at}.{rest}" for rest in layer.rests if rest.startswith(inside)]
-    if base is not None:
-        # Biases of zeros, too.
-        own = tensors_of(catalog, base)
-        dropped = [name for name in inputs.base if name not in own]
+    remarks = []
     config = whole_config_of(catalog, catalog.manifest(mixture.manifest))
-    dense = kind.dense_config(config) if base is None else whole_config_of(catalog, base)
+    dense = kind.dense_config(config)
+    if made_of:
+        base, model = (catalog.manifest(made_of[n].manifest) for n in (0, 1 + expert))
+        own = tensors_of(catalog, base)
+        # Biases of zeros, too.
+        dropped = [name for name in inputs.base if name not in own]
+        dense = whole_config_of(catalog, base)
+        lost = _outside(tensors_of(catalog, model), own)
+        if lost is not None:
+            name = made_of[1 + expert].name
+            remarks.append(f"expert {expert} lacks what {name} changed in {lost}")
+    if kind.shared is not None:
+        remarks.append("the mixture's shared expert is in none of its experts")
     return assembly(
         catalog,
         PlanOperation(*_AS_IT_IS, ()),
@@ -274,4 +284,5 @@ def dense_plan(catalog: Catalog, mixture: NamedModel, expert: int, known: Plan |
         taken,
         dropped,
         config=entries_between(config, dense),
+        remarks=tuple(remarks),
     )

@@ -25,6 +25,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.models import Input, config_of, tensors_of
 from mstore.store.objects.plan import ROUTERS, Plan
 from mstore.store.objects.snapshot import PREVIOUS
+from mstore.store.plans import sources_of_merge
 from mstore.terms.errors import BadRequest, Incompatible, NotFound
 from mstore.terms.phrases import Call, Option, call, phrase
 from mstore.terms.requests import PREPARED, MergeRequest, TensorRule
@@ -269,22 +270,25 @@ def planned(
     return plan, sources
 
 
-def plan_of_mixture(catalog: Catalog, mixture: Input) -> Plan | None:
-    """Return how a mixture was made; None if it was added, or its models are no longer there."""
+def made_of(catalog: Catalog, mixture: Input) -> list[NamedModel]:
+    """Return the base and the experts that a mixture was made of, the shared one last.
+
+    None for a mixture that was added, or whose models are no longer there.
+    """
     record = catalog.snapshot(mixture.snapshot)
     id = record.plan_id()
     plan = None if id is None else catalog.record(Plan, id)
-    if plan is None or not plan.is_mixture:
-        return None
+    if id is None or plan is None or not plan.is_mixture:
+        return []
     try:
         for parent in record.parents:
             if parent.role != PREVIOUS:
                 contents.require(catalog, parent.snapshot_id(), mixture.name)
-        for one in plan.inputs:
-            catalog.manifest(one.manifest_id())
+        told = sources_of_merge(catalog, id, plan, record)
     except NotFound:
-        return None
-    return plan
+        return []
+    models = zip((plan.inputs[0], *plan.experts), (told.base, *told.experts), strict=False)
+    return [NamedModel(source.name, one.manifest_id()) for one, source in models]
 
 
 def _made(find: Find, recipe: MoeRecipe, one: Member) -> Input:

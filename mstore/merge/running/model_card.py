@@ -14,6 +14,7 @@ Statements of parents' cards are read with limits and repeated, never interprete
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from functools import cached_property, partial
@@ -56,6 +57,7 @@ from mstore.terms.ids import ManifestId
 
 LICENCES = "licenses"
 _RECIPES = (MERGEKIT, MERGEKIT_MOE)
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 NOT_NAMED = "not named by its card"
 TO_PUBLISH = """\
@@ -91,7 +93,7 @@ card. Every tensor is one of a parent, as it is.
 """
 _OF_THE_EXPERT = """\
 REF is this model, in a store that has it, and NEW a name for the result. Every tensor is one of the
-mixture, as it is.
+mixture (the base above), as it is.
 """
 _OF_THE_WHOLE = "The same merge with nothing left out:"
 _OF_IDS = """\
@@ -258,7 +260,9 @@ class ModelCard:
         if plan.is_mixture:
             return f"# A mixture of {len(plan.experts)} experts"
         if plan.is_assembly:
-            return "# An expert of a mixture, as a dense model"
+            numbers = {number for one in plan.taken for number in _EXPERT.findall(one.source)}
+            number = f"Expert {numbers.pop()}" if len(numbers) == 1 else "An expert"
+            return f"# {number} of a mixture, as a dense model"
         models = len(self.models) - 1
         count = "one model" if models == 1 else f"{models} models"
         return f"# A merge of {count} by {plan.method}"
