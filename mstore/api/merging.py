@@ -336,7 +336,7 @@ class Merging(Exchanging):
         these where they have no ref.  `read_recipe` takes both.  With the same budget and limits,
         the request of the recipe gives the same plan.  The file mergekit_config.yml of the snapshot
         is the same with ids alone.  That of a mixture of experts is the one that it was made from,
-        as it was written, for `plan_moe`.
+        as it was written, for `plan_moe`, after comments with the ids of its models.
 
         Raises NotFound, BadName, BadRequest (no merge made it, or no recipe can state it).
         """

@@ -17,7 +17,8 @@ def recipe(session: Session, revision: Revision) -> None:
     The recipe (YAML) is made from the plan, also for merges without a recipe. It names models by
     their refs, with the ids of their contents as comments. The file mergekit_config.yml of the
     snapshot has ids alone: `mstore merge --recipe` takes these in any store. A budget is not in it:
-    give it again. Of a mixture of experts it is the recipe of `mstore moe`, as it was written.
+    give it again. Of a mixture of experts it is the recipe of `mstore moe`, as it was written,
+    after comments with the ids.
     """
     with session.open() as store:
         text = store.recipe(revision)

@@ -6,6 +6,7 @@ Every merge writes one, so this imports nothing that reads recipes (`recipes`).
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Final
 
 from msgspec import structs
 
@@ -25,6 +26,10 @@ from mstore.store.plans import sources_of
 from mstore.store.refs import CANDIDATE, KINDS
 from mstore.terms.errors import BadRequest, NotFound
 from mstore.terms.ids import ManifestId
+
+_OF_MIXTURES: Final = (
+    "# Base, experts and routers when this was made: ids of their contents, and names of then."
+)
 
 
 def recipe_text(catalog: Catalog, plan: Plan) -> str:
@@ -69,16 +74,21 @@ def printed_recipe(catalog: Catalog, plan: Plan) -> str:
 
     Of several refs for one model that which the merge named counts, else a branch before a tag, and
     the shortest; candidates and branches of models that were made for a recipe do not, as they may
-    be removed. Raises BadRequest if no recipe can state the plan.
+    be removed. The recipe of a mixture is as it was written, with ids before it. Raises BadRequest
+    if no recipe can state the plan.
     """
     text = recipe_text(catalog, plan)
-    if plan.is_mixture:
-        return text
-    given: set[str] = set()
+    told: list[str] = []
     # An input may be collected: its content is named by its id.
     with suppress(NotFound):
         sources = sources_of(catalog, plan.id(), plan)
-        given = {one.name for one in (sources.base, *sources.experts)}
+        told = [one.name for one in (sources.base, *sources.experts)]
+    if plan.is_mixture:
+        # A mixture's recipe is as its author wrote it, so ids stand before it.
+        models = zip(plan.inputs, told or [""] * len(plan.inputs), strict=True)
+        ids = dict.fromkeys(f"# {one.manifest_id().hex()} {name}".rstrip() for one, name in models)
+        return "\n".join((_OF_MIXTURES, *ids, text))
+    given = set(told)
     refs: dict[str, str] = {}
     found = {name: ref for name, ref in catalog.refs().items() if ref.kind != CANDIDATE}
     rank = {name: KINDS.index(ref.kind) for name, ref in found.items()}
