@@ -301,9 +301,11 @@ def test_one_model_of_a_pipeline(hub: Hub, store: Store) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("address", ["org/copy", "s3://bucket/x", "hf://datasets/org/x", "hf://x"])
 def test_other_addresses(address: str, x: str, store: Store) -> None:
-    """What is no address of a model on the Hub is refused."""
-    with pytest.raises(BadRequest):
+    """What is no address of a model on the Hub is refused; a directory is a checkout's."""
+    with pytest.raises(BadRequest) as refused:
         store.export(x, address)
+    told = f"for a directory: store.checkout(REF, '{address}')"
+    assert (told in str(refused.value.hint)) == ("://" not in address)
 
 
 # -- what can go wrong ---------------------------------------------------------------------------

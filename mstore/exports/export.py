@@ -22,6 +22,7 @@ from mstore.store.memo import Memo
 from mstore.store.view import SnapshotView
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import call, phrase
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 _KINDS: Final[Mapping[str, Callable[[str, Wishes], ExportDestination]]] = {
@@ -79,11 +80,20 @@ def destination(address: str, wishes: Wishes) -> ExportDestination:
     """
     kind = _KINDS.get(address.partition(":")[0])
     if kind is None:
+        addresses = (
+            "hf://ORG/NAME names a model of the Hugging Face Hub, "
+            "oci://HOST/REPOSITORY:TAG an artifact in a registry"
+        )
         raise BadRequest(
             "is no address of a place to export to",
             where=address,
-            hint="hf://ORG/NAME names a model of the Hugging Face Hub, "
-            "oci://HOST/REPOSITORY:TAG an artifact in a registry",
+            hint=addresses
+            if "://" in address
+            else phrase(
+                "{addresses}; for a directory: {checkout}",
+                addresses=addresses,
+                checkout=call("checkout", "REF", address),
+            ),
         )
     return kind(address, wishes)
 
