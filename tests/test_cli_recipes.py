@@ -216,7 +216,7 @@ def test_a_stack_of_directories(mstore: Program, checkpoints: Path, tmp_path: Pa
     one = mstore.succeed("explain", "tall", "model.norm.weight").lines
     assert one[-1].split() == ["model.norm.weight", "model.norm.weight", "of", "short"]
     plan = mstore.succeed("plan", "--recipe", recipe).lines
-    assert "layers           5: base [0, 4], short [1, 2]" in plan
+    assert "layers   5: base [0, 4], short [1, 2]" in plan
     recipe.write_text(STACK.format(dtype="float16", **models))
     mstore.succeed("merge", "--recipe", recipe, "--name", "half")
     with Store.open(mstore.store) as store:
@@ -340,6 +340,6 @@ def test_a_recipe_of_bakllama(filled: Program, tmp_path: Path) -> None:
         "- {{model: {math}, start: 1, end: 4}}\n"
     )
     filled.succeed("merge", "--recipe", write(tmp_path, text), "--name", "sliced")
-    assert "layers           6: org/base [0, 3], org/math [1, 4]" in (
+    assert "layers   6: org/base [0, 3], org/math [1, 4]" in (
         filled.succeed("explain", "sliced").lines
     )

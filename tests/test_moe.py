@@ -532,6 +532,10 @@ def test_from_the_command_line(store: Store, tmp_path: Path) -> None:
         assert said in page
     assert "9 of base, 3 of code, 1 of routers" in mstore.succeed("explain", "m").out
     assert "w1.weight  model.layers" in mstore.succeed("explain", "m", "--by", "tensor").out
+    told = mstore.succeed("merge", "--plan", "m", "--name", "n").out
+    told += mstore.succeed("explain", "m").out
+    assert re.search(r"^experts +base, code$", told, re.MULTILINE)
+    assert not re.search("change lost|error bound|budget|experts (to )?read|=1", told)
     wrong = mstore("moe", "--name", "x")
     assert (wrong.status, "--recipe FILE, or --unpack" in wrong.err) == (2, True)
 

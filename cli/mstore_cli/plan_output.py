@@ -37,9 +37,12 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
     """Print a plan: inputs, what is read, what is left out, and the error."""
     from mstore.merge.methods.parameters import written
 
-    experts = ", ".join(f"{name}={weight:g}" for name, weight in report.experts)
-    parameters = " ".join(f"{key}={written(value)}" for key, value in report.parameters.items())
     assembled = report.assembled
+    # What takes tensors as they are has no weights, and reads nothing.
+    experts = ", ".join(
+        name if assembled else f"{name}={weight:g}" for name, weight in report.experts
+    )
+    parameters = " ".join(f"{key}={written(value)}" for key, value in report.parameters.items())
     budget = "none" if report.budget_bytes is None else format_size(report.budget_bytes)
     screen.fields(
         [
@@ -51,9 +54,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("ranked by", None if assembled else report.score),
             ("budget", None if assembled else budget),
             *_criteria(report),
-            ("experts to read", of_full(report.planned_expert_bytes, report.full_expert_bytes)),
-            ("  to read now", _to_read_now(report)),
-            ("analysis read", format_size(report.analyze_bytes_read)),
+            *([] if assembled else _reads(report)),
             ("to download", _to_download(report)),
             *_chunks(report),
             *([] if assembled else error_fields(report)),
@@ -62,6 +63,12 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
         ]
     )
     draw_remarks(screen, report.remarks, report.warnings)
+
+
+def _reads(report: PlanReport) -> Iterable[tuple[str, str | None]]:
+    yield "experts to read", of_full(report.planned_expert_bytes, report.full_expert_bytes)
+    yield "  to read now", _to_read_now(report)
+    yield "analysis read", format_size(report.analyze_bytes_read)
 
 
 def _chunks(report: PlanReport) -> Iterable[tuple[str, int | None]]:

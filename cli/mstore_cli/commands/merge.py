@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -256,6 +257,8 @@ def merge(
             screen.line(f"nothing new: {report.name} holds this merge already")
             if message:
                 screen.line("remark: the message was not kept, as there is no new snapshot")
+        # A mixture, or an expert of one, takes tensors as they are.
+        is_mixture = report.method == "moe"
         screen.fields(
             [
                 ("was", short(report.was) if report.was and report.new_snapshot else None),
@@ -263,18 +266,12 @@ def merge(
                 ("plan", short(report.plan)),
                 ("manifest", short(report.manifest)),
                 ("method", report.method),
-                ("budget", _optional_size(report.budget_bytes)),
-                ("max error", None if report.max_error is None else format_bound(report.max_error)),
-                ("experts read", of_full(report.expert_bytes_read, report.full_expert_bytes)),
-                ("  remembered", _some_size(report.memo_expert_bytes)),
-                ("  resumed", _some_size(report.resumed_expert_bytes)),
-                ("analysis read", format_size(report.analyze_bytes_read)),
-                ("base read", format_size(report.base_bytes_read)),
+                *([] if is_mixture else _reads(report)),
                 ("from remotes", _from_remotes(report)),
                 ("workers", workers_told(report.workers)),
                 ("written", format_size(report.bytes_written)),
                 ("blocks", f"{report.blocks_total}: {report.blocks_reused} reused"),
-                *error_fields(report),
+                *([] if is_mixture else error_fields(report)),
                 ("time", format_seconds(report.seconds)),
             ]
         )
@@ -336,6 +333,16 @@ def _replaced(before: SnapshotId | None, report: MergeReport) -> str | None:
     if before is None or before == report.snapshot:
         return None
     return f"{short(before)}, the candidate before this one"
+
+
+def _reads(report: MergeReport) -> Iterable[tuple[str, str | None]]:
+    yield "budget", _optional_size(report.budget_bytes)
+    yield "max error", None if report.max_error is None else format_bound(report.max_error)
+    yield "experts read", of_full(report.expert_bytes_read, report.full_expert_bytes)
+    yield "  remembered", _some_size(report.memo_expert_bytes)
+    yield "  resumed", _some_size(report.resumed_expert_bytes)
+    yield "analysis read", format_size(report.analyze_bytes_read)
+    yield "base read", format_size(report.base_bytes_read)
 
 
 def _optional_size(size: int | None) -> str:
