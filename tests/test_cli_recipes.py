@@ -303,7 +303,7 @@ def test_recipes_of_one_file_run_as_they_need_each_other(filled: Program, tmp_pa
         (CIRCLE, "line 3: recipes that need each other: first, third, first"),
         (STEPS.replace("model: first", "model: second"), "second is neither a ref"),
         (STEPS.replace("task_arithmetic", "nobody"), "unknown method 'nobody'"),
-        (f"{STEPS.partition('---')[0]}---\n{STEPS}", "a name of its own"),
+        (f"{STEPS.partition('---')[0]}---\n{STEPS}", "two recipes of the file are called first"),
     ],
 )
 def test_a_mistake_in_any_recipe_is_told_first(

@@ -597,19 +597,64 @@ def test_what_cannot_be_done_is_named(store: Store, tmp_path: Path, prose: Any, 
     found["lm_head.weight"][5, 5] = np.inf
     save_file(found, infinite / "model.safetensors")
     store.add(infinite, name="infinite")
+    store.add(model(tmp_path / "donor", code, seed=2), name="donor")
+    headless = model(tmp_path / "headless", code, seed=2)
+    found = load_file(headless / "model.safetensors")
+    del found["lm_head.weight"]
+    save_file(found, headless / "model.safetensors")
+    store.add(headless, name="headless")
+    for name in ("model", "donor"):
+        with pytest.raises(BadRequest, match="a name of its own"):
+            store.transplant("model", Transplant(donor="donor", k=4), name=name)
     wrong: list[tuple[Transplant, type[Exception], str]] = [
-        (Transplant(donor="other"), Incompatible, "no token of model"),
+        (Transplant(donor="other"), Incompatible, "has no token that model has"),
         (Transplant(donor="bare"), Incompatible, "no tokenizer.json"),
         (Transplant(donor="infinite", k=4), Incompatible, "not finite"),
         (Transplant(donor="model", approximation="omg"), BadRequest, "none of omp"),
         (Transplant(donor="model", chat_template="mine"), BadRequest, "none of donor"),
         (Transplant(donor="model", k=0), BadRequest, "no number"),
         (Transplant(donor="model", pad_to=0), BadRequest, "multiple"),
+        (Transplant(donor="headless", k=4), Incompatible, "has no output layer"),
     ]
     for asked, kind, text in wrong:
         with pytest.raises(kind, match=text):
             store.transplant("model", asked, name="new")
     assert "new" not in {one.name for one in store.refs()}
+
+
+def test_what_a_draft_model_would_stumble_over_is_told(
+    store: Store, tmp_path: Path, prose: Any, code: Any
+) -> None:
+    """Other numbers of rows, and a kind of model that transformers gives a tokenizer of its own;
+    the message says how rows were made.
+    """
+    own = model(tmp_path / "model", prose, seed=1, config={"model_type": "qwen2"})
+    store.add(own, name="model")
+    store.add(model(tmp_path / "donor", code, seed=2, padding=8, width=96), name="donor")
+    plain = store.transplant("model", Transplant(donor="donor"), name="new")
+    assert plain.k == 4
+    assert [one.partition(" loads")[0] for one in plain.remarks] == ["transformers 5"]
+    asked = Transplant(donor="donor", k=7, keep_padding=False, tokens={"<|turn|>": "<end>"})
+    report = store.transplant("model", asked, name="new")
+    assert "as a draft model it needs as many" in report.remarks[0]
+    assert report.previous == plain.snapshot
+    assert store["new"].message == "model with the tokens of donor (omp, k 7, <|turn|>=<end>)"
+
+
+def test_threads_change_nothing(
+    store: Store, tmp_path: Path, prose: Any, code: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches are pursued at the same time, and come in their order."""
+    monkeypatch.setattr("mstore.models.vocabulary.pursuit._BATCH_BYTES", 5000)
+    store.add(model(tmp_path / "model", prose, seed=1), name="model")
+    store.add(model(tmp_path / "donor", code, seed=2), name="donor")
+    made = []
+    for threads in (1, 3):
+        report = store.transplant("model", Transplant(donor="donor"), name="new", threads=threads)
+        assert report.combinations is not None
+        made.append(store["new"].manifest)
+        store.remove(report.combinations)
+    assert made[0] == made[1]
 
 
 def test_a_donor_with_the_same_tokens_changes_nothing_but_the_tokenizer(
@@ -731,5 +776,14 @@ def test_from_the_command_line(tmp_path: Path, prose: Any, code: Any) -> None:
     assert "--name REF" in refused(*given)
     assert "--name REF" in refused(*given, "--name", "x", "--expert", "donor")
     assert "NEW=OLD" in refused(*given, "--name", "x", "--token", "<|turn|>")
-    assert "--approximation" in refused(*given, "--name", "x", "--approximation", "no")
+    twice = ("--token", "<|turn|>=<end>", "--token", "<|turn|>=<s>")
+    assert "says twice" in refused(*given, "--name", "x", *twice)
+    assert "is of omp" in refused(*given, "--name", "x", "--approximation", "mean")
+    assert "nor --vocab" in refused(*given, "--name", "x", "--vocab", "base")
+    alone = ("align", "--base", "model", "--expert", "donor", "--k", "4")
+    assert "--k is of --transplant" in refused(*alone)
+    assert "it is a directory" in refused(
+        *("align", "--base", str(tmp_path / "model"), "--transplant", "donor", "--name", "x")
+    )
+    assert "none of omp" in refused(*given[:-2], "--name", "x", "--approximation", "no")
     assert "--transplant" in refused("align", "--base", "model", "--name", "x")

@@ -287,6 +287,7 @@ class Merging(Exchanging):
         *,
         name: str,
         message: str = "",
+        threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> TransplantReport:
         """Store a model with the tokens of another, the donor, on the branch `name`.
@@ -298,8 +299,8 @@ class Merging(Exchanging):
         the same bytes, or are what the other has to begin, end or pad a text.
 
         What new rows are made of is stored on a branch below `prepared/`, and taken from there the
-        next time.  Memory: the embeddings of both; `omp` takes the donor's shared rows in float32,
-        and for each new row and each of its `k` parts their product with it.
+        next time.  threads: the most to use; None means one per processor.  Memory: the embeddings
+        of both, mapped; `omp` has the donor's rows in float32, and 200 MB for each thread.
 
         Raises BadRequest, NotFound, Incompatible (no tokenizer.json, no embeddings, no token in
         both), BadName, Conflict, Corrupt, StorageFailed; then nothing is on the branch.
@@ -310,7 +311,14 @@ class Merging(Exchanging):
         own, donor = self._input(model), self._input(asked.donor)
         with contents.held(self._catalog, [own.snapshot, donor.snapshot]):
             return transplant(
-                self._catalog, asked, own, donor, name, message=message, progress=progress
+                self._catalog,
+                asked,
+                own,
+                donor,
+                name,
+                message=message,
+                threads=thread_count(threads),
+                progress=progress,
             )
 
     def check_merge(self, request: MergeRequest) -> CompatibilityReport:

@@ -225,7 +225,8 @@ class Transplant:
     that both have, as the donor's row is made of the donor's (orthogonal matching pursuit);
     "subword": the mean of the pieces that the model writes the token with; "mean": the mean of all
     its rows; "zero".
-    k: of "omp", how many rows one is made of, at most.
+    k: of "omp", how many rows one is made of, at most; None: a 32nd of the donor's width, from 4 to
+    64.
     tokens: the model's token for a token of the donor, where they are not the same text.
     pad_to: the number of rows is rounded up to a multiple of this.
     keep_padding: as many rows as the donor has; False: as many as it has tokens.
@@ -234,7 +235,7 @@ class Transplant:
 
     donor: Revision
     approximation: str = OMP
-    k: int = 64
+    k: int | None = None
     tokens: Mapping[str, str] = field(default_factory=dict)
     pad_to: int | None = None
     keep_padding: bool = True

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
-from mstore_cli.merging import Base, Experts, experts_of, with_patterns
-from mstore_cli.options import Option
+from mstore_cli.merging import (
+    Base,
+    Experts,
+    experts_of,
+    hinting_at_directories,
+    with_patterns,
+)
+from mstore_cli.options import Option, Threads
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.recipes import told_change
 from mstore_cli.session import Session
@@ -41,16 +48,16 @@ def align(
     base: Base,
     expert: Experts = (),
     vocab: Annotated[
-        str,
+        str | None,
         Option(
             "--vocab",
             metavar="union|base|common|REF",
             help="Whose tokens all models get: union adds those that only experts have to the "
             "base's; common drops those of the base that an expert lacks; REF is the base or an "
-            "expert.",
+            "expert [default: union].",
             shell_complete=completion.refs,
         ),
-    ] = "union",
+    ] = None,
     pad_to: Annotated[
         int | None,
         Option(
@@ -77,18 +84,25 @@ def align(
         Option("--name", metavar="REF", help="With --transplant: the branch of the result."),
     ] = None,
     approximation: Annotated[
-        str,
+        str | None,
         Option(
             "--approximation",
             metavar="omp|subword|mean|zero",
             help="With --transplant, how rows of new tokens are made: omp of the base's rows as "
             "the donor's row is made of the donor's; subword as the mean of the pieces that the "
-            "base writes the token with.",
+            "base writes the token with [default: omp].",
         ),
-    ] = "omp",
+    ] = None,
     k: Annotated[
-        int, Option("--k", metavar="N", min=1, help="Of omp: how many rows one is made of.")
-    ] = 64,
+        int | None,
+        Option(
+            "--k",
+            metavar="N",
+            min=1,
+            help="Of omp: how many rows one is made of [default: a 32nd of the donor's width, from "
+            "4 to 64].",
+        ),
+    ] = None,
     token: Annotated[
         tuple[str, ...],
         Option(
@@ -98,13 +112,14 @@ def align(
         ),
     ] = (),
     chat_template: Annotated[
-        str,
+        str | None,
         Option(
             "--chat-template",
             metavar="donor|model",
-            help="With --transplant: whose chat template the result has.",
+            help="With --transplant: whose chat template the result has [default: donor].",
         ),
-    ] = "donor",
+    ] = None,
+    threads: Threads = None,
 ) -> None:
     """Give models with different tokens one vocabulary.
 
@@ -118,30 +133,45 @@ def align(
     merged with it.
     """
     from mstore import MergeRequest, Transplant, Vocabulary
+    from mstore.terms.requests import UNION
 
+    of_transplants = {
+        "--name": name,
+        "--approximation": approximation,
+        "--k": k,
+        "--token": token or None,
+        "--chat-template": chat_template,
+    }
     if transplant is not None:
-        if expert or name is None:
+        if expert or name is None or vocab is not None:
             raise UsageError(
-                "--transplant takes no experts, and a name for the result",
+                "--transplant takes a name for the result, and neither experts nor --vocab",
                 hint=f"mstore align --base {base} --transplant {transplant} --name REF",
             )
+        method = approximation or "omp"
+        if k is not None and method != "omp":
+            raise UsageError(f"--k is of omp, not of {method}", hint="mstore align --help")
         asked = Transplant(
             donor=transplant,
-            approximation=approximation,
+            approximation=method,
             k=k,
-            tokens=dict(map(_pair, token)),
+            tokens=_pairs(token),
             pad_to=pad_to,
             keep_padding=not drop_padding,
-            chat_template=chat_template,
+            chat_template=chat_template or "donor",
         )
-        _transplant(session, base, asked, name)
+        _transplant(session, base, asked, name, threads)
         return
-    if name is not None:
-        raise UsageError("--name is of --transplant; aligned models are branches below aligned/")
+    given = next((one for one, value in of_transplants.items() if value is not None), None)
+    if given is not None:
+        raise UsageError(
+            f"{given} is of --transplant; aligned models are branches below aligned/",
+            hint="mstore align --help",
+        )
     if not expert:
         raise UsageError("--expert is missing", hint="mstore align --help")
     experts = experts_of(expert)
-    vocabulary = Vocabulary(source=vocab, pad_to=pad_to, keep_padding=not drop_padding)
+    vocabulary = Vocabulary(source=vocab or UNION, pad_to=pad_to, keep_padding=not drop_padding)
     with session.open() as store, session.progress() as tick:
         experts = with_patterns(store, experts, base)
         request = MergeRequest(base=base, experts=experts, method="linear")
@@ -173,30 +203,53 @@ def align(
     session.output.emit(report, ids=[one.snapshot for one in models], human=human)
 
 
-def _pair(told: str) -> tuple[str, str]:
-    """Return NEW and OLD.  A token may have `=` in it, so OLD is what follows the last one."""
-    new, equals, old = told.rpartition("=")
-    if not (equals and new and old):
-        raise UsageError(f"{told} is not NEW=OLD", hint="--token '<|eot_id|>=<|im_end|>'")
-    return new, old
+def _pairs(told: Sequence[str]) -> dict[str, str]:
+    """Return OLD by NEW.  A token may have `=` in it, so OLD is what follows the last one."""
+    found: dict[str, str] = {}
+    for one in told:
+        new, equals, old = one.rpartition("=")
+        if not (equals and new and old):
+            raise UsageError(f"{one} is not NEW=OLD", hint="--token '<|eot_id|>=<|im_end|>'")
+        if new in found:
+            raise UsageError(f"--token says twice what {new} is", hint="mstore align --help")
+        found[new] = old
+    return found
 
 
-def _transplant(session: Session, base: str, asked: Transplant, name: str) -> None:
-    with session.open() as store, session.progress() as tick:
-        report = store.transplant(base, asked, name=name, progress=tick)
+def _transplant(
+    session: Session, base: str, asked: Transplant, name: str, threads: int | None
+) -> None:
+    from mstore import MergeRequest
+
+    named = MergeRequest(base=base, experts=[asked.donor], method="linear")
+    with session.open() as store, session.progress() as tick, hinting_at_directories(named):
+        report = store.transplant(base, asked, name=name, threads=threads, progress=tick)
 
     def cosine(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
 
     def human(screen: Screen) -> None:
+        was = report.previous if report.new_snapshot else None
         screen.line(
             f"{report.ref} {short(report.snapshot)}: {report.tokens} tokens, {report.rows} rows; "
-            f"written {format_size(report.bytes_written)}"
+            f"written {format_size(report.bytes_written)}" + (f"; was {short(was)}" if was else "")
         )
         screen.line(
             f"{report.shared} tokens have the base's own rows"
             + "".join(f", {one.token} that of {one.row_of}" for one in report.stand_ins)
         )
+        if report.held_out_input is not None:
+            tied = report.held_out_output is None
+            parts = f"{cosine(report.held_out_input)} (input and output are tied)"
+            if not tied:
+                parts = (
+                    f"{cosine(report.held_out_output)} of the output, "
+                    f"{cosine(report.held_out_input)} of the input"
+                )
+            screen.line(
+                f"judge by this: tokens of both, made as if they were new: cosine {parts}; "
+                f"compare other --k than {report.k}"
+            )
         if report.classes:
             screen.line()
             screen.table(
@@ -205,11 +258,6 @@ def _transplant(session: Session, base: str, asked: Transplant, name: str) -> No
                     (one.name, str(one.tokens), cosine(one.input), cosine(one.output))
                     for one in report.classes
                 ),
-            )
-        if report.held_out_input is not None:
-            screen.line(
-                "tokens of both, made as if they were new: cosine "
-                f"{cosine(report.held_out_input)}, of the output {cosine(report.held_out_output)}"
             )
         if report.worst:
             told = ", ".join(f"{one.token!r} {one.cosine:.2f}" for one in report.worst)

@@ -173,7 +173,9 @@ def _in_order(recipes: Sequence[Recipe]) -> dict[int, Recipe]:
         name = None if recipe.name is None else recipe.name.text
         if name in numbers:
             raise BadRequest(
-                "each recipe of a file but one has a name of its own, for those that need it",
+                "each recipe of a file but one has a name of its own, for those that need it"
+                if name is None
+                else f"two recipes of the file are called {name}",
                 where=at(recipe.where, recipe.line if recipe.name is None else recipe.name.line),
                 hint="name: step1",
             )

@@ -9,6 +9,7 @@ stored, and used from there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -17,26 +18,27 @@ import numpy.typing as npt
 Singles = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.int64]
 
-_BATCH_BYTES: Final = 256 << 20
+_BATCH_BYTES: Final = 64 << 20
 """Of the orthogonal vectors of a batch of targets; their products with the atoms take as much."""
 _SMALL: Final = 1e-5
 """A vector with no more than this part of its length left is a sum of the others."""
 
 
 def pursue(
-    targets: Singles, atoms: Singles, k: int, excluded: Numbers
+    targets: Singles, atoms: Singles, k: int, excluded: Numbers, threads: int = 1
 ) -> Iterator[tuple[Numbers, Singles]]:
     """Yield, for one batch of targets after the other, which atoms they are made of.
 
     targets: float32[n, width]. atoms: float32[m, width]. k: how many atoms at most. excluded:
     int64[n], an atom that a target must not be made of, -1 for none. Yields int64[b, k] and
-    float32[b, k]: the atoms and their factors, 0 where fewer are enough.
+    float32[b, k]: the atoms and their factors, 0 where fewer are enough. threads: batches at a
+    time; each takes some 200 MB.
     """
     k = min(k, len(atoms), targets.shape[1])
     size = max(1, _BATCH_BYTES // (4 * max(1, k * targets.shape[1], len(atoms))))
-    for start in range(0, len(targets), size):
-        span = slice(start, start + size)
-        yield _batch(targets[span], atoms, k, excluded[span])
+    spans = [slice(start, start + size) for start in range(0, len(targets), size)]
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(lambda one: _batch(targets[one], atoms, k, excluded[one]), spans)
 
 
 def _batch(targets: Singles, atoms: Singles, k: int, excluded: Numbers) -> tuple[Numbers, Singles]:

@@ -36,12 +36,12 @@ from mstore.models.vocabulary.members import (
 from mstore.models.vocabulary.pursuit import pursue
 from mstore.models.vocabulary.target import padded, with_new_ids
 from mstore.store.catalog import Catalog
-from mstore.store.models import Input
+from mstore.store.models import Input, config_of
 from mstore.store.objects import snapshot as kinds
 from mstore.store.objects.manifest import File
 from mstore.store.objects.snapshot import ALIGN, Parent
 from mstore.store.objects.tensor import Tensor
-from mstore.store.tied import HEAD
+from mstore.store.tied import HEAD, KEY, ties
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import SnapshotId, TensorId
@@ -60,11 +60,16 @@ from mstore.terms.requests import (
 
 INPUT, OUTPUT = "input", "output"
 _BIAS: Final = ".bias"
+_OWN_TOKENIZERS: Final = ("qwen2",)
+"""Kinds of models for which transformers 5 takes no other tokenizer, whatever the files say."""
 GENERATION_CONFIG: Final = "generation_config.json"
 _DTYPES: Final = ("BF16", "F16", "F32")
 _HELD_OUT: Final = 256
 """Tokens of both that are made as if the model lacked them."""
 _WORST: Final = 20
+_LEAST_K, _MOST_K, _WIDTHS = 4, 64, 32
+"""Of 64 rows of a wide model (Goddard and Fernandes Neto 2025); a 32nd of narrow ones is as good or
+better (bench/draft.py)."""
 _SLAB_BYTES: Final = 4 << 20
 
 
@@ -112,6 +117,10 @@ class TransplantReport(Report, frozen=True):
     """the result"""
     new_snapshot: bool
     """false if the branch already was this"""
+    previous: SnapshotId | None
+    """what the branch pointed at before; None: it is new"""
+    k: int | None
+    """of `omp`, how many rows one is made of at most"""
     rows: int
     """rows of its embeddings"""
     tokens: int
@@ -147,6 +156,7 @@ def transplant(
     branch: str,
     *,
     message: str = "",
+    threads: int = 1,
     progress: ProgressCallback | None = None,
 ) -> TransplantReport:
     """Store the model with the donor's tokens on a branch.
@@ -156,18 +166,27 @@ def transplant(
     """
     began = time.monotonic()
     _require_known(asked)
-    branch_to_move(catalog, branch)  # before what may take hours
+    if branch in (given.name, donor.name):
+        raise BadRequest(
+            "is the model or the donor: the result needs a name of its own", where=Option("name")
+        )
+    current = branch_to_move(catalog, branch)  # before what may take hours
     model, other = member(catalog, given, None), member(catalog, donor, None)
     own, theirs = Tokens.of(catalog, model), Tokens.of(catalog, other)
     found = matches(own, theirs, asked.tokens)
     if not len(found.atoms()):
-        raise Incompatible(f"has no token of {given.name}", where=donor.name)
+        raise Incompatible(
+            f"has no token that {given.name} has, too: nothing says what its rows are made of",
+            where=donor.name,
+        )
+    _require_output(catalog, other)
     length = len(found.rows)
     rows = padded(max(length, other.rows) if asked.keep_padding else length, asked.pad_to)
     with Transaction(catalog, "align") as transaction:
         places = _places(catalog, transaction, model, other, found)
+        k = asked.k or _usual_k(places)
         made, combined = _combined(
-            catalog, transaction, asked, places, own, theirs, found, progress
+            catalog, transaction, asked, k, places, own, theirs, found, threads, progress
         )
         written = transaction.bytes_written
     with Transaction(catalog, "align") as transaction:
@@ -175,7 +194,9 @@ def transplant(
         tensors = _Tensors(catalog, transaction, asked, places, own, made, rows, progress)
         content = rewritten(catalog, transaction, model, tensors.written(model), files.replace)
         publication = Publication(catalog, transaction)
-        told = f"{given.name} with the tokens of {donor.name}"
+        how = f"{OMP}, k {k}" if asked.approximation == OMP else asked.approximation
+        how += "".join(f", {new}={old}" for new, old in asked.tokens.items())
+        told = f"{given.name} with the tokens of {donor.name} ({how})"
         companions = [donor.snapshot, *((combined.snapshot,) if combined else ())]
         record, is_new = publication.put(
             branch,
@@ -196,6 +217,8 @@ def transplant(
         ref=branch,
         snapshot=record.id(),
         new_snapshot=is_new,
+        previous=None if current is None else current.snapshot_id(),
+        k=k if asked.approximation == OMP else None,
         rows=rows,
         tokens=len(theirs.ids),
         shared=int((found.rows != MISSING).sum()) - len(found.alike),
@@ -219,8 +242,23 @@ def _require_known(asked: Transplant) -> None:
     ):
         if given not in known:
             raise BadRequest(f"{given} is none of {', '.join(known)}", where=Option(option))
-    if asked.k < 1:
+    if asked.k is not None and asked.k < 1:
         raise BadRequest(f"{asked.k} is no number of rows", where=Option("k"))
+
+
+def _require_output(catalog: Catalog, donor: Member) -> None:
+    """Raise Incompatible for a donor whose output is missing: its input would stand for it."""
+    if OUTPUT not in _matrices(donor) and ties(config_of(catalog, donor.manifest)) is False:
+        raise Incompatible(
+            f"has no output layer, and its config says that none is tied to the input ({KEY})",
+            where=donor.name,
+            hint="add the model with the file that has it (lm_head.weight)",
+        )
+
+
+def _usual_k(places: Mapping[str, _Place]) -> int:
+    """Return how many rows one is made of: few beside the width, or the sum fits anything."""
+    return min(_MOST_K, max(_LEAST_K, places[INPUT].donor.width // _WIDTHS))
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -304,10 +342,12 @@ def _combined(
     catalog: Catalog,
     transaction: Transaction,
     asked: Transplant,
+    k: int,
     places: Mapping[str, _Place],
     own: Tokens,
     theirs: Tokens,
     found: Matches,
+    threads: int,
     progress: ProgressCallback | None,
 ) -> tuple[dict[str, Combinations], _Stored | None]:
     """Return what new rows are made of, by embedding, and where that is stored.
@@ -317,7 +357,7 @@ def _combined(
     if asked.approximation not in (OMP, SUBWORD):
         return {}, None
     texts = {at: theirs.spelling.written(token) for token, at in theirs.ids.items()}
-    key = blake3(f"{asked.approximation} {asked.k if asked.approximation == OMP else ''}".encode())
+    key = blake3(f"{asked.approximation} {k if asked.approximation == OMP else ''}".encode())
     for role, place in places.items():
         key.update(role.encode() + place.rows.tobytes() + place.missing.tobytes())
         if asked.approximation == OMP:
@@ -341,12 +381,14 @@ def _combined(
             rows = [[id for id in one if id < len(place.model.raw)] for one in pieces]
             made[role] = combinations.of_pieces(place.missing, rows)
         else:
-            made[role] = _pursued(asked.k, place, found, tick)
+            made[role] = _pursued(k, place, found, threads, tick)
     snapshot = combinations.stored(catalog, transaction, branch, made)
     return made, _Stored(branch, snapshot)
 
 
-def _pursued(k: int, place: _Place, found: Matches, tick: ProgressCounter) -> Combinations:
+def _pursued(
+    k: int, place: _Place, found: Matches, threads: int, tick: ProgressCounter
+) -> Combinations:
     """Return new rows as the donor's are made of the donor's, and some that are not new."""
     theirs = found.atoms()
     atoms = place.donor.singles(theirs)
@@ -358,7 +400,7 @@ def _pursued(k: int, place: _Place, found: Matches, tick: ProgressCounter) -> Co
     if not (np.isfinite(atoms).all() and np.isfinite(targets).all()):
         raise Incompatible("the donor's embeddings have numbers that are not finite")
     made: list[tuple[Numbers, Singles]] = []
-    for taken, factors in pursue(targets, atoms, k, excluded):
+    for taken, factors in pursue(targets, atoms, k, excluded, threads):
         made.append((taken, factors))
         tick(len(taken) * place.donor.raw.shape[1])
     rows = np.concatenate([one for one, _ in made]) if made else np.zeros((0, 1), np.int64)
@@ -502,16 +544,30 @@ class _Files:
         return self._ids[id]
 
     def remarks(self) -> tuple[str, ...]:
-        """Return what is worth knowing about the chat template."""
+        """Return what is worth knowing about template, rows and how the tokenizer is loaded."""
+        found: list[str] = []
         template = self._model.template or ""
         if self._wanted is not None:
             special = filter(self._own.is_special, self._own.ids)
             lost = [one for one in special if one in template and one not in self._theirs.ids]
             if lost:
-                return (f"the chat template names tokens that it has not any more: {few(lost)}",)
+                found.append(
+                    f"the chat template names tokens that it has not any more: {few(lost)}"
+                )
         elif template and not self._donor.template:
-            return (f"{self._donor.name} has no chat template, and so the result has none",)
-        return ()
+            found.append(f"{self._donor.name} has no chat template, and so the result has none")
+        if self._rows != self._donor.rows:
+            found.append(
+                f"the result has {self._rows} rows, and {self._donor.name} has "
+                f"{self._donor.rows}: as a draft model it needs as many"
+            )
+        kinds = [one.stated["config.json"].get("model_type") for one in (self._own, self._theirs)]
+        if kinds[0] in _OWN_TOKENIZERS and kinds[0] != kinds[1]:
+            found.append(
+                f"transformers 5 loads a {kinds[0]} with a tokenizer of its own, which may write "
+                f"other ids: load the tokenizer of {self._donor.name}"
+            )
+        return tuple(found)
 
 
 # -- how good new rows are -----------------------------------------------------------------------
