@@ -20,6 +20,8 @@ Numbers = npt.NDArray[np.int64]
 
 _BATCH_BYTES: Final = 64 << 20
 """Of the orthogonal vectors of a batch of targets; their products with the atoms take as much."""
+_BATCH: Final = 128
+"""The most targets of a batch: products of more are no faster, and threads have something to do."""
 _SMALL: Final = 1e-5
 """A vector with no more than this part of its length left is a sum of the others."""
 
@@ -35,7 +37,8 @@ def pursue(
     time; each takes some 200 MB.
     """
     k = min(k, len(atoms), targets.shape[1])
-    size = max(1, _BATCH_BYTES // (4 * max(1, k * targets.shape[1], len(atoms))))
+    size = _BATCH_BYTES // (4 * max(1, k * targets.shape[1], len(atoms)))
+    size = min(_BATCH, max(1, size))
     spans = [slice(start, start + size) for start in range(0, len(targets), size)]
     with ThreadPoolExecutor(threads) as pool:
         yield from pool.map(lambda one: _batch(targets[one], atoms, k, excluded[one]), spans)
