@@ -38,12 +38,12 @@ from mstore.store.catalog import Catalog, now_ns
 from mstore.store.models import models_in
 from mstore.store.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.store.objects.plan import Coverage, Plan
-from mstore.store.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
+from mstore.store.objects.snapshot import ADD, PREVIOUS, Parent, SnapshotRecord
 from mstore.store.objects.tensor import Tensor, block_count
-from mstore.store.transaction import RefMove, Transaction, tip_of
+from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.terms import TOOL
 from mstore.terms.errors import BadName, BadRequest
-from mstore.terms.ids import ManifestId, TensorId
+from mstore.terms.ids import ManifestId, SnapshotId, TensorId
 from mstore.terms.phrases import Option, is_text
 
 if TYPE_CHECKING:
@@ -563,3 +563,20 @@ def branch_below(prefix: str, name: str) -> str:
     except BadName:
         return f"{prefix}/model"
     return ref
+
+
+def published(
+    catalog: Catalog,
+    transaction: Transaction,
+    branch: str,
+    content: Manifest,
+    *,
+    message: str,
+    action: str,
+) -> SnapshotId:
+    """Publish a checkpoint that a later step takes on a branch; the same content stays."""
+    publication = Publication(catalog, transaction)
+    current = branch_to_move(catalog, branch)
+    record, _ = publication.put(branch, current, content, ADD, (), message=message, action=action)
+    publication.commit()
+    return record.id()

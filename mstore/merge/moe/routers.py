@@ -34,12 +34,11 @@ from mstore.merge.moe.assemble import (
     shared_router_name,
 )
 from mstore.merge.moe.recipe import GateMode, MoeExpert, MoeRecipe
-from mstore.models.made import Publication, put_array, put_model
+from mstore.models.made import published, put_array, put_model
 from mstore.numeric.casts import singles
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, tensors_of
-from mstore.store.objects.snapshot import ADD
-from mstore.store.transaction import Transaction, branch_to_move
+from mstore.store.transaction import Transaction
 from mstore.terms.errors import Incompatible
 from mstore.terms.ids import SnapshotId
 from mstore.terms.requests import PREPARED
@@ -233,15 +232,11 @@ def stored(
         texts = {MERGEKIT_MOE: recipe.encode()}
         content = put_model(catalog, transaction, _WEIGHTS, tensors, texts)
         branch = f"{PREPARED}routers-{content.id().hex()[:16]}"
-        publication = Publication(catalog, transaction)
-        record, _ = publication.put(
+        return published(
+            catalog,
+            transaction,
             branch,
-            branch_to_move(catalog, branch),
             content,
-            ADD,
-            (),
             message="routers of a mixture of experts",
             action="moe: routers",
         )
-        publication.commit()
-    return record.id()

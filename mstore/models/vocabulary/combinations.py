@@ -19,13 +19,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.models.made import Publication, put_array, put_model
+from mstore.models.made import published, put_array, put_model
 from mstore.models.vocabulary.embeddings import rounded
 from mstore.numeric.casts import singles
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
-from mstore.store.objects.snapshot import ADD
-from mstore.store.transaction import Transaction, branch_to_move
+from mstore.store.transaction import Transaction
 from mstore.store.view import array_dtype
 from mstore.terms.errors import Incompatible
 from mstore.terms.ids import SnapshotId
@@ -109,18 +108,14 @@ def stored(
         name: put_array(transaction, name, array, dtype) for name, (array, dtype) in arrays.items()
     }
     content = put_model(catalog, transaction, _WEIGHTS, tensors, {})
-    publication = Publication(catalog, transaction)
-    record, _ = publication.put(
+    return published(
+        catalog,
+        transaction,
         branch,
-        branch_to_move(catalog, branch),
         content,
-        ADD,
-        (),
         message="what new rows of an embedding are made of",
         action="align: combinations",
     )
-    publication.commit()
-    return record.id()
 
 
 def read(
