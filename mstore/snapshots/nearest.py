@@ -38,7 +38,7 @@ from mstore.checkpoint.reading import read_part
 from mstore.checkpoint.tree import given_name, hub_snapshot
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.config import MAX_CONFIG, named_base
-from mstore.models.adapters.targets import check_adapter, is_adapter
+from mstore.models.adapters.targets import check_adapter, has_keys, is_adapter
 from mstore.models.made import start_of
 from mstore.store import listing
 from mstore.store.catalog import Catalog
@@ -231,6 +231,8 @@ class _Search:
         """Return the model that an adapter's config names, if there is one that it fits."""
         named = next((one.name for one in self._declared if one.source == ADAPTER_CONFIG), None)
         if named is None:
+            if has_keys(self._slots):
+                return Nearest(None, "it is an adapter, and has no config that names a model")
             return Nearest(None, "it is an adapter, and its config names no model")
         called = [one for one in self._candidates.values() if _is_called(one, named)]
         fitting = [one for one in called if self._fits(one)]
