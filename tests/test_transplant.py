@@ -19,7 +19,7 @@ from small_models import BLOCK
 from mstore import Store, Transplant
 from mstore.models.vocabulary import transplant as transplants
 from mstore.models.vocabulary.pursuit import pursue
-from mstore.models.vocabulary.spelling import Spelling
+from mstore.models.vocabulary.spelling import TokenSpelling
 from mstore.models.vocabulary.tokenizer import Tokenizer, parse
 from mstore.store.models import tensors_of
 from mstore.terms.errors import BadRequest, Incompatible
@@ -96,7 +96,7 @@ def model(
     """A model whose embeddings are images of what tokens mean; that of padding is noise."""
     directory.mkdir(parents=True)
     tokenizer = known(library)
-    spelling = Spelling(tokenizer)
+    spelling = TokenSpelling(tokenizer)
     rng = np.random.default_rng(seed)
     images = rng.standard_normal((2, LATENT, width))
     rows = tokenizer.rows + padding
@@ -165,7 +165,7 @@ TEXTS = st.text(alphabet="thequickbrown foxé\n€", min_size=1, max_size=24)
 def test_pieces_are_those_of_the_tokenizers_library(build: Any, text: str) -> None:
     """A text is written with the tokens that the library writes it with, which write the text."""
     library = LIBRARIES.setdefault(build, build(PROSE, 400, ["<s>"]))
-    spelling = Spelling(known(library))
+    spelling = TokenSpelling(known(library))
     # The library cuts byte-level text into words first; a word is one piece of text.
     word = (
         text.split(maxsplit=1)[0]
@@ -189,7 +189,7 @@ def test_pieces_of_a_unigram_model_are_the_likeliest() -> None:
 
     scores = [("<unk>", 0.0), ("a", -2.0), ("b", -2.0), ("ab", -3.0), ("aba", -6.5), ("▁", -1.0)]
     library = Library(models.Unigram(scores, unk_id=0))
-    spelling = Spelling(known(library))
+    spelling = TokenSpelling(known(library))
     for text in ("ab", "aba", "abab", "ba", "bbaab"):
         assert spelling.pieces(text.encode()) == library.encode(text).ids
 
@@ -411,7 +411,7 @@ def test_other_rows(
     made = load_file(checkout(store, "new", tmp_path / "out") / "model.safetensors")[name]
     own = load_file(tmp_path / "model" / "model.safetensors")[name]
     theirs = known(code)
-    spelling, pieces = Spelling(theirs), Spelling(known(prose)).pieces
+    spelling, pieces = TokenSpelling(theirs), TokenSpelling(known(prose)).pieces
     new = [token for token in theirs.ids if token not in known(prose).ids]
     assert new
     for token in new:

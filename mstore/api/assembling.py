@@ -13,7 +13,7 @@ from mstore.store import layout as layouts
 
 if TYPE_CHECKING:
     from mstore.blocks.schema import PlanInputs
-    from mstore.merge.moe.mixture import Copy
+    from mstore.merge.moe.mixture import ModelCopy
     from mstore.merge.planning.recipes import PreparedModel
     from mstore.merge.planning.report import PlanReport
     from mstore.store.models import Input
@@ -45,14 +45,14 @@ class Assembling(Merging):
 
         Raises what `plan_moe`, `plan`, `merge` and `cast` raise.
         """
-        from mstore.merge.moe.mixture import Copy, members
+        from mstore.merge.moe.mixture import ModelCopy, members
         from mstore.merge.moe.recipe import parse_moe
 
         layouts.require_writable(self._catalog.layout)
         found = members(self._catalog, parse_moe(text, where), self._finds(models or {}), seed)
         made: list[PreparedModel] = []
         for one in {step.ref: step for member in found for step in member.steps}.values():
-            if isinstance(one, Copy):
+            if isinstance(one, ModelCopy):
                 made.append(self._copied(one, threads, progress))
             else:
                 made += self._prepared(
@@ -61,7 +61,7 @@ class Assembling(Merging):
         return tuple(made)
 
     def _copied(
-        self, one: Copy, threads: int | None, progress: ProgressCallback | None
+        self, one: ModelCopy, threads: int | None, progress: ProgressCallback | None
     ) -> PreparedModel:
         from mstore.merge.moe.noise import store_noisy
         from mstore.merge.planning.recipes import PreparedModel

@@ -36,7 +36,7 @@ _MOST_SEED: Final = 2**64 - 1
 Find = Callable[[str], Input]
 
 
-class Copy(msgspec.Struct, frozen=True):
+class ModelCopy(msgspec.Struct, frozen=True):
     """A model that is stored again before a mixture is planned.
 
     name, ref: as of a `Preparation`. model: the revision that it is made of. change: noise on its
@@ -49,7 +49,7 @@ class Copy(msgspec.Struct, frozen=True):
     change: Noise | str
 
 
-class Member(msgspec.Struct, frozen=True):
+class MixtureMember(msgspec.Struct, frozen=True):
     """A model of a mixture.
 
     name: what it is called. found: what the store has of it. steps: what is made of that, in order.
@@ -57,10 +57,12 @@ class Member(msgspec.Struct, frozen=True):
 
     name: str
     found: Input
-    steps: tuple[Preparation | Copy, ...]
+    steps: tuple[Preparation | ModelCopy, ...]
 
 
-def members(catalog: Catalog, recipe: MoeRecipe, find: Find, seed: int) -> tuple[Member, ...]:
+def members(
+    catalog: Catalog, recipe: MoeRecipe, find: Find, seed: int
+) -> tuple[MixtureMember, ...]:
     """Return the base, the experts and the shared experts, and what must be made of each first.
 
     find: the snapshot of a model that the recipe names.  Raises as it does, and BadRequest for an
@@ -81,7 +83,7 @@ def members(catalog: Catalog, recipe: MoeRecipe, find: Find, seed: int) -> tuple
     base = find(recipe.base.model().text)
     wanted = asked or _type_of_mlps(catalog, base)
 
-    def member(model: Text, noise: Noise | None, residual: float) -> Member:
+    def member(model: Text, noise: Noise | None, residual: float) -> MixtureMember:
         found = find(model.model().text)
         made = _Making(found, str(model.model()))
         adapter = model.adapter()
@@ -98,9 +100,9 @@ def members(catalog: Catalog, recipe: MoeRecipe, find: Find, seed: int) -> tuple
         if wanted is not None and not _is_of_type(catalog, found, wanted, every=asked is not None):
             told = f"{made.name} in {CASTS[wanted]}"
             made.copied(told, "cast", wanted.encode(), wanted)
-        return Member(made.name, found, tuple(made.steps))
+        return MixtureMember(made.name, found, tuple(made.steps))
 
-    def expert(number: int, one: MoeExpert) -> Member:
+    def expert(number: int, one: MoeExpert) -> MixtureMember:
         noise = Noise(one.noise, seed, number) if one.noise else None
         return member(one.model, noise, one.residual)
 
@@ -116,7 +118,7 @@ class _Making:
 
     def __init__(self, found: Input, name: str) -> None:
         self.name = name
-        self.steps: list[Preparation | Copy] = []
+        self.steps: list[Preparation | ModelCopy] = []
         self._revision = found.name
         self._key: bytes = found.snapshot
 
@@ -135,13 +137,13 @@ class _Making:
         self._add(Preparation(name, self._branch(kind, own), request))
 
     def copied(self, name: str, kind: str, own: bytes, change: Noise | str) -> None:
-        self._add(Copy(name, self._branch(kind, own), self._revision, change))
+        self._add(ModelCopy(name, self._branch(kind, own), self._revision, change))
 
     def _branch(self, kind: str, own: bytes) -> str:
         self._key += own
         return f"{PREPARED}{kind}-{blake3(self._key).hexdigest()[:16]}"
 
-    def _add(self, step: Preparation | Copy) -> None:
+    def _add(self, step: Preparation | ModelCopy) -> None:
         self.steps.append(step)
         self.name, self._revision = step.name, step.ref
 
@@ -291,7 +293,7 @@ def made_of(catalog: Catalog, mixture: Input) -> list[NamedModel]:
     return [NamedModel(source.name, one.manifest_id()) for one, source in models]
 
 
-def _made(find: Find, recipe: MoeRecipe, one: Member) -> Input:
+def _made(find: Find, recipe: MoeRecipe, one: MixtureMember) -> Input:
     """Return a model as the mixture takes it.  Raises NotFound if it must be made first."""
     if not one.steps:
         return msgspec.structs.replace(one.found, name=one.name)

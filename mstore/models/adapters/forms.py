@@ -22,7 +22,7 @@ Pair = tuple[Singles, Singles]
 Shape = tuple[int, ...]
 
 
-class Form(NamedTuple):
+class FactorForm(NamedTuple):
     """One form.
 
     parts: what its tensors are, in their order. factors: left [rows, rank] and right [rank,
@@ -170,24 +170,26 @@ def _thin_shape(one: Shape) -> Shape:
 _A, _B, _C, _D = "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"
 _W1, _W1A, _W1B = "lokr_w1", "lokr_w1_a", "lokr_w1_b"
 _W2, _W2A, _W2B, _T2 = "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"
-FORMS: Final[Mapping[str, Form]] = {
-    "lora": Form(("up", "down"), _plain, lambda up, down: _fit(_flat(up), _flat(down)), divisor=1),
-    "transposed": Form(
+FORMS: Final[Mapping[str, FactorForm]] = {
+    "lora": FactorForm(
+        ("up", "down"), _plain, lambda up, down: _fit(_flat(up), _flat(down)), divisor=1
+    ),
+    "transposed": FactorForm(
         ("up", "down"), _transposed, lambda up, down: _fit(_back(down), _back(up)), divisor=1
     ),
-    "tucker": Form(
+    "tucker": FactorForm(
         ("up", "mid", "down"),
         _tucker,
         lambda up, mid, down: _fit(_flat(up), _core_shape(mid, down)),
         divisor=2,
     ),
-    "loha": Form(
+    "loha": FactorForm(
         (_A, _B, _C, _D),
         _loha,
         lambda a, b, c, d: _both(_fit(a, _flat(b)), _fit(c, _flat(d))),
         divisor=1,
     ),
-    "loha tucker": Form(
+    "loha tucker": FactorForm(
         ("hada_t1", _A, _B, "hada_t2", _C, _D),
         _loha_tucker,
         lambda t, a, b, u, c, d: _both(
@@ -195,35 +197,35 @@ FORMS: Final[Mapping[str, Form]] = {
         ),
         divisor=2,
     ),
-    "lokr": Form((_W1, _W2), _lokr, lambda w, v: _times(w, _thin_shape(v)), divisor=None),
-    "lokr of w2": Form(
+    "lokr": FactorForm((_W1, _W2), _lokr, lambda w, v: _times(w, _thin_shape(v)), divisor=None),
+    "lokr of w2": FactorForm(
         (_W1, _W2A, _W2B), _lokr_b, lambda w, a, b: _times(w, _fit(a, _flat(b))), divisor=2
     ),
-    "lokr of w2 tucker": Form(
+    "lokr of w2 tucker": FactorForm(
         (_W1, _T2, _W2A, _W2B),
         _lokr_t,
         lambda w, t, a, b: _times(w, _fit(_back(a), _core_shape(t, b))),
         divisor=3,
     ),
-    "lokr of w1": Form(
+    "lokr of w1": FactorForm(
         (_W1A, _W1B, _W2),
         _lokr_a,
         lambda a, b, w: _times(_fit(a, b)[:2], _thin_shape(w)),
         divisor=1,
     ),
-    "lokr of both": Form(
+    "lokr of both": FactorForm(
         (_W1A, _W1B, _W2A, _W2B),
         _lokr_ab,
         lambda a, b, c, d: _times(_fit(a, b)[:2], _fit(c, _flat(d))),
         divisor=3,
     ),
-    "lokr of both tucker": Form(
+    "lokr of both tucker": FactorForm(
         (_W1A, _W1B, _T2, _W2A, _W2B),
         _lokr_at,
         lambda a, b, t, c, d: _times(_fit(a, b)[:2], _fit(_back(c), _core_shape(t, d))),
         divisor=4,
     ),
-    "difference": Form(("diff",), _thin, _thin_shape, divisor=None),
+    "difference": FactorForm(("diff",), _thin, _thin_shape, divisor=None),
 }
 """By name.  The suffixes of LoHa and LoKr are those of LyCORIS."""
 

@@ -59,7 +59,7 @@ def configs_of(metadata: Mapping[str, str] | None, where: str) -> dict[str, Lora
     return found
 
 
-class Layer(msgspec.Struct, frozen=True):
+class AdapterLayer(msgspec.Struct, frozen=True):
     """A layer of an adapter: how its tensors make a product, and how that scales.
 
     module: as the keys call it. form, names, magnitude, alpha, scale: as in `Product`.
@@ -75,7 +75,7 @@ class Layer(msgspec.Struct, frozen=True):
 
 def layers_of(
     adapter: Mapping[str, Typed], where: str, configs: Mapping[str, LoraConfig]
-) -> dict[tuple[str, str], Layer]:
+) -> dict[tuple[str, str], AdapterLayer]:
     """Return the layers of an adapter by model and path (`_` for `.`).
 
     configs: by model, where its header has some: they scale what has no alpha of its own.
@@ -98,7 +98,7 @@ def layers_of(
         kind = kind_of(unknown)
         what = f"cannot apply {kind}" if kind else "keys of no form of adapters that is known"
         raise Incompatible(f"{what}: {few(unknown)}", where=where)
-    layers: dict[tuple[str, str], Layer] = {}
+    layers: dict[tuple[str, str], AdapterLayer] = {}
     problems: list[str] = []
     for (model, path), parts in found.items():
         alpha, magnitude = parts.pop(ALPHA, None), parts.pop(MAGNITUDE, None)
@@ -114,7 +114,7 @@ def layers_of(
             rank = adapter[names[divisor]].shape[0]
             own = config.alphas.value(module, config.alpha)
             scale = own / (math.sqrt(rank) if config.rank_stabilized else rank)
-        layers[model, path] = Layer(module, form, names, magnitude, alpha, scale)
+        layers[model, path] = AdapterLayer(module, form, names, magnitude, alpha, scale)
     if problems:
         raise misfit(problems, where)
     return layers
@@ -160,7 +160,7 @@ def targets_of_keys(
     return Targets(tuple(products), (), (), tuple(without))
 
 
-def _products(layer: Layer, places: Sequence[Place]) -> Iterator[Product]:
+def _products(layer: AdapterLayer, places: Sequence[Place]) -> Iterator[Product]:
     """Yield the product of a layer, at each of its places."""
     for place in places:
         yield Product(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mstore.checkpoint.strict_json import json_object
 from mstore.models.vocabulary.members import SINGLE_TOKENS, TOKENIZER_CONFIG, Member
-from mstore.models.vocabulary.spelling import Spelling
+from mstore.models.vocabulary.spelling import TokenSpelling
 from mstore.models.vocabulary.target import NO_TOKENIZER_HINT, SPECIAL_TOKENS
 from mstore.models.vocabulary.tokenizer import TOKENIZER, Tokenizer
 from mstore.store.catalog import Catalog
@@ -43,7 +43,7 @@ class Tokens(msgspec.Struct, frozen=True):
 
     name: str
     tokenizer: Tokenizer
-    spelling: Spelling
+    spelling: TokenSpelling
     ids: Mapping[str, int]
     roles: Mapping[str, str]
     stated: Mapping[str, Mapping[str, Any]]
@@ -69,7 +69,7 @@ class Tokens(msgspec.Struct, frozen=True):
                 if role in _ROLES and isinstance(text, str) and text in ids:
                     roles[role] = text
         stated = {path: fields(path) for path in ("config.json", "generation_config.json")}
-        return cls(one.name, one.tokenizer, Spelling(one.tokenizer), ids, roles, stated)
+        return cls(one.name, one.tokenizer, TokenSpelling(one.tokenizer), ids, roles, stated)
 
     def single_tokens(self, path: str) -> dict[str, Any]:
         """Return ids of single tokens for a config of this name: its own, else another's, else

@@ -31,7 +31,7 @@ _BYTES: Final = _letters()
 _LETTERS: Final = {byte: letter for letter, byte in _BYTES.items()}
 
 
-class Spelling:
+class TokenSpelling:
     """How a tokenizer spells text: in letters for bytes, or with `▁` for spaces, or as it is."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
