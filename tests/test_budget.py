@@ -586,6 +586,14 @@ def test_estimates_of_uneven_experts(method: str, rescale: bool, tmp_path: Path)
 # -- the engine's own guard ----------------------------------------------------------------------
 
 
+def test_without_a_budget_no_read_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that gc stores in another way during a merge may take more than when it began."""
+    report = place.plan("ties")
+    monkeypatch.setattr(Wanted, "read_bytes", lambda *_: report.planned_expert_bytes - 1)
+    merged = place.store.merge(report, name="larger", memo=False)
+    assert merged.expert_bytes_read == report.planned_expert_bytes
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_read_beyond_the_plan_is_refused(

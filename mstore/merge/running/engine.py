@@ -131,7 +131,10 @@ def run_plan(
     delivery = resources.delivery or InStoreDelivery(catalog)
     wanted = wanted_of(catalog, plan)
     planned = wanted.read_bytes(delivery.places)
-    expert_meter, base_meter = Meter("expert", planned), Meter("base")
+    # Without a budget there is no limit: gc may store blocks in another way meanwhile.
+    has_budget = plan.budget is not None or plan.criteria.expert_budget is not None
+    expert_meter = Meter("expert", planned if has_budget else None)
+    base_meter = Meter("base")
     tasks = Tasks(catalog, plan, expert_meter, delivery.places)
     files = OutputFiles(catalog, tasks)
     limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
