@@ -218,6 +218,12 @@ def baked(
     return load_file(file)
 
 
+def same(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
+    """Assert that tensors are these, but for the rounding of float32."""
+    for name, values in expected.items():
+        assert np.allclose(found[name], values, rtol=1e-5, atol=1e-4), name
+
+
 def kohya(path: str, begin: str = "lora_unet_") -> str:
     return begin + path.replace(".", "_")
 
@@ -258,8 +264,7 @@ def test_every_form_is_what_its_formula_says(store: Store, tmp_path: Path, form:
         expected[f"model.diffusion_model.{path}.weight"] += layer.delta
     found = baked(store, tmp_path, base, parts)
     assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert np.allclose(found[name], values, rtol=1e-5, atol=1e-4), name
+    same(found, expected)
 
 
 @pytest.mark.parametrize("names", ["authors", "diffusers"])
@@ -278,8 +283,7 @@ def test_both_sets_of_names_are_the_same_layers(
         parts |= layer.named(kohya(path if names == "authors" else DIFFUSERS[path]))
         expected[f"{own[path]}.weight"] += layer.delta
     found = baked(store, tmp_path, base, parts)
-    for name, values in expected.items():
-        assert np.allclose(found[name], values, rtol=1e-5, atol=1e-4), name
+    same(found, expected)
 
 
 ENDS = {
@@ -323,8 +327,7 @@ def test_keys_of_all_programs_are_known(
         parts[f"{written}.{up}"] = layer.parts["lora_up.weight"]
         expected[tensor] += layer.delta
     found = baked(store, tmp_path, base, parts)
-    for name, values in expected.items():
-        assert np.allclose(found[name], values, rtol=1e-5, atol=1e-4), name
+    same(found, expected)
 
 
 def test_names_of_attention_processors(store: Store, tmp_path: Path) -> None:
@@ -340,8 +343,7 @@ def test_names_of_attention_processors(store: Store, tmp_path: Path) -> None:
         parts[f"{block}.{short}_lora.up.weight"] = layer.parts["lora_up.weight"]
         expected[f"model.diffusion_model.{ATTENTION}.{path}.weight"] += layer.delta
     found = baked(store, tmp_path, base, parts)
-    for name, values in expected.items():
-        assert np.allclose(found[name], values, rtol=1e-5, atol=1e-4), name
+    same(found, expected)
 
 
 def test_the_second_text_encoder_has_one_matrix_for_three(store: Store, tmp_path: Path) -> None:
@@ -370,8 +372,7 @@ def test_the_second_text_encoder_has_one_matrix_for_three(store: Store, tmp_path
     name = f"conditioner.embedders.0.transformer.{CLIP}.self_attn.q_proj.weight"
     expected[name] += layer.delta
     found = baked(store, tmp_path, base, parts)
-    for name, values in expected.items():
-        assert np.allclose(found[name], values, rtol=1e-5, atol=1e-4), name
+    same(found, expected)
 
 
 FLUX_PARTS = {
@@ -410,8 +411,7 @@ def test_a_flux_of_its_authors_with_an_adapter_of_diffusers(store: Store, tmp_pa
         parts |= layer.named(f"transformer.{path}")
         expected[f"{name}.weight"] += layer.delta
     found = baked(store, tmp_path, base, parts)
-    for name, values in expected.items():
-        assert np.allclose(found[name], values, rtol=1e-5, atol=1e-4), name
+    same(found, expected)
 
 
 @pytest.mark.parametrize("form", ["lora", "loha", "lokr of w2"])
@@ -438,8 +438,7 @@ def test_a_flux_of_diffusers_with_an_adapter_of_kohya(
         parts |= layer.named(kohya(name))
         expected[f"{path}.weight"] += layer.delta
     found = baked(store, tmp_path, base, parts)
-    for name, values in expected.items():
-        assert np.allclose(found[name], values, rtol=1e-5, atol=1e-4), name
+    same(found, expected)
 
 
 def test_dora_of_a_convolution(store: Store, tmp_path: Path) -> None:
@@ -544,8 +543,7 @@ def test_a_header_of_diffusers_scales(store: Store, tmp_path: Path) -> None:
     store.merge(store.plan(request), name="baked")
     store.checkout("baked", tmp_path / "out")
     found = load_file(next((tmp_path / "out").glob("*.safetensors")))
-    for name, values in expected.items():
-        assert np.allclose(found[name], values, rtol=1e-5, atol=1e-4), name
+    same(found, expected)
 
 
 WRONG: Mapping[str, tuple[Callable[[dict[str, Array]], None], str]] = {

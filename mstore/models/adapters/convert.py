@@ -9,26 +9,18 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-import numpy as np
-
-from mstore.models.adapters.extract import branch_for_adapter, file_of, put_files
-from mstore.models.adapters.formats import (
-    PEFT,
-    Keys,
-    LayerProduct,
-    require_format,
-)
+from mstore.models.adapters.extract import branch_for_adapter, put_factor, put_files, put_keys
+from mstore.models.adapters.formats import PEFT, Keys, LayerProduct, require_format
 from mstore.models.adapters.inputs import Inputs
 from mstore.models.adapters.low_rank import Singles, load_factors
 from mstore.models.adapters.targets import PREFIX, factor_names, is_adapter
-from mstore.models.made import Publication, put_array, put_model
+from mstore.models.made import Publication
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, tensors_of
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.snapshot import BASE, COMBINE, EXPERT, Parent
 from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.store.transaction import Transaction
-from mstore.store.view import array_dtype
 from mstore.terms.errors import Incompatible
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import few
@@ -102,13 +94,8 @@ def convert(
         if format == PEFT:
             manifest = files.of_peft(base.name, adapter.name)
         else:
-            shapes = dict(
-                zip(
-                    inputs.base,
-                    (one.shape for one in inputs.records(list(inputs.base.values()))),
-                    strict=True,
-                )
-            )
+            every = inputs.records(list(inputs.base.values()))
+            shapes = {name: one.shape for name, one in zip(inputs.base, every, strict=True)}
             manifest = files.of_keys(Keys(format, shapes), name, adapter.name)
         publication = Publication(catalog, transaction)
         told = f"{adapter.name} in the format {format}"
@@ -173,29 +160,27 @@ class _Files:
 
     def of_keys(self, keys: Keys, name: str, where: str) -> Manifest:
         """Store one file, called as the ref."""
-        tensors = {
-            key: self._put(key, values, "F32" if kind == "alpha" else self._dtype, where)
-            for key, (kind, values) in keys.tensors(self._products, where).items()
-        }
-        return put_model(self._catalog, self._transaction, file_of(name), tensors, {})
+        found = keys.tensors(self._products, where)
+        return put_keys(self._catalog, self._transaction, found, self._dtype, name, where)
 
     def of_peft(self, base: str, where: str) -> Manifest:
         """Store the file of PEFT and its config.  Layers are called as the base's tensors."""
         odd = [tensor for tensor in self._products if not tensor.endswith(_WEIGHT)]
         if odd:
             raise Incompatible(f"PEFT has no name for {few(odd)}", where=where)
+
+        def put(key: str, values: Singles) -> Tensor:
+            return put_factor(self._transaction, key, values, self._dtype, where)
+
         tensors: dict[str, Tensor] = {}
         for tensor, one in self._products.items():
             module = tensor.removesuffix(_WEIGHT)
             down, up = factor_names(module, embedding=False)
-            more = [1] * (one.right.ndim - 2)
-            tensors[down] = self._put(down, one.right, self._dtype, where)
-            tensors[up] = self._put(
-                up, one.left.reshape(*one.left.shape, *more), self._dtype, where
-            )
+            tensors[down] = put(down, one.right)
+            tensors[up] = put(up, one.up)
             if one.magnitude is not None:
                 magnitude = f"{PREFIX}{module}.lora_magnitude_vector"
-                tensors[magnitude] = self._put(magnitude, one.magnitude, self._dtype, where)
+                tensors[magnitude] = put(magnitude, one.magnitude)
         modules = {tensor.removesuffix(_WEIGHT): one for tensor, one in self._products.items()}
         settings = {
             "base_model_name_or_path": base,
@@ -209,10 +194,3 @@ class _Files:
             "target_modules": list(modules),
         }
         return put_files(self._catalog, self._transaction, tensors, settings)
-
-    def _put(self, name: str, values: Singles, dtype: str, where: str) -> Tensor:
-        with np.errstate(over="ignore"):
-            rounded = values.astype(array_dtype(dtype)).astype(np.float32)
-        if not np.isfinite(rounded).all():
-            raise Incompatible(f"{name} has elements that are too large for {dtype}", where=where)
-        return put_array(self._transaction, name, values, dtype)

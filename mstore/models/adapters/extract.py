@@ -334,9 +334,9 @@ class _Extractor:
             if is_embedding:
                 # An embedding's product lies transposed.
                 left, right = right.T, left.T
-            # A convolution's factors are convolutions.
-            right = right.reshape(-1, *ours.shape[1:]) if len(ours.shape) > 2 else right
-            left = left.reshape(*left.shape, *([1] * (right.ndim - 2)))
+            elif len(ours.shape) > 2:
+                product = LayerProduct(left, right.reshape(-1, *ours.shape[1:]), 1.0)
+                left, right = product.up, product.right
             names = factor_names(module, embedding=is_embedding)
             for key, factor in zip(names, (right, left), strict=True):
                 tensors[key] = put_array(self._transaction, key, factor, self._dtype)
@@ -358,13 +358,9 @@ class _Extractor:
             squares = self._finite_squares(tensor, ours, theirs)
             self.errors.add(tensor, squares, squares)
             self._tick(theirs)
-        tensors = {
-            key: put_array(
-                self._transaction, key, values, "F32" if kind == "alpha" else self._dtype
-            )
-            for key, (kind, values) in keys.tensors(products, name).items()
-        }
-        return put_model(self._catalog, self._transaction, file_of(name), tensors, {})
+        return put_keys(
+            self._catalog, self._transaction, keys.tensors(products, name), self._dtype, name, name
+        )
 
     def _finite_squares(self, name: str, ours: Tensor, theirs: Tensor) -> float:
         squares = self._squares(ours, theirs)
@@ -472,9 +468,35 @@ _SETTINGS: Final[Mapping[str, object]] = {
 }
 
 
-def file_of(name: str) -> str:
-    """Return what the file of an adapter without a config is called: as its ref."""
-    return f"{name.rpartition('/')[2]}.safetensors"
+def put_factor(
+    transaction: Transaction, key: str, values: Singles, dtype: str, where: str
+) -> Tensor:
+    """Store a factor and return its record.  Raises Incompatible for what its type cannot hold."""
+    with np.errstate(over="ignore"):
+        rounded = values.astype(array_dtype(dtype)).astype(np.float32)
+    if not np.isfinite(rounded).all():
+        raise Incompatible(f"{key} has elements that are too large for {dtype}", where=where)
+    return put_array(transaction, key, values, dtype)
+
+
+def put_keys(
+    catalog: Catalog,
+    transaction: Transaction,
+    found: Mapping[str, tuple[str, Singles]],
+    dtype: str,
+    name: str,
+    where: str,
+) -> Manifest:
+    """Store an adapter without a config: one file, called as its ref.
+
+    found: what `Keys.tensors` returns. dtype: of factors; alphas are F32.
+    """
+    tensors = {
+        key: put_factor(transaction, key, values, "F32" if kind == "alpha" else dtype, where)
+        for key, (kind, values) in found.items()
+    }
+    path = f"{name.rpartition('/')[2]}.safetensors"
+    return put_model(catalog, transaction, path, tensors, {})
 
 
 def branch_for_adapter(catalog: Catalog, name: str) -> Ref | None:

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mstore.models.adapters.forms import stacked
 from mstore.models.adapters.keys import DENOISER, TEXT, TEXT_2, TEXT_3
 from mstore.models.adapters.modules import Modules, Place, named_modules
 from mstore.terms.errors import BadRequest, Incompatible
@@ -32,7 +33,6 @@ _AUTHORS: Final = re.compile(
     r"(input_blocks|middle_block|output_blocks|out|time_embed|label_emb|double_blocks|single_blocks"
     r"|img_in|txt_in|time_in|vector_in|guidance_in|final_layer)(\.|$)"
 )
-_OPEN_CLIP: Final = re.compile(r"(transformer\.resblocks|positional_embedding|token_embedding)\.")
 _UP: Final = re.compile(r"output_blocks\.(\d+)\.([12])\.conv$")
 _PREFIXES: Final = {
     KOHYA: {DENOISER: "lora_unet_", TEXT_2: "lora_te2_", TEXT_3: "lora_te3_"},
@@ -55,6 +55,11 @@ class LayerProduct(NamedTuple):
     right: Singles
     scale: float
     magnitude: Singles | None = None
+
+    @property
+    def up(self) -> Singles:
+        """Left, with as many dimensions as right: a convolution's factors are convolutions."""
+        return self.left.reshape(*self.left.shape, *([1] * (self.right.ndim - 2)))
 
 
 def require_format(format: str) -> None:
@@ -101,12 +106,12 @@ class Keys:
                 key = self._key(model, path)
                 product = _of_places(places, products)
                 rank = len(product.right)
-                more = [1] * (product.right.ndim - 2)
                 found[key + down_end] = ("factor", product.right)
-                found[key + up_end] = ("factor", product.left.reshape(*product.left.shape, *more))
+                found[key + up_end] = ("factor", product.up)
                 found[f"{key}.alpha"] = ("alpha", np.asarray(product.scale * rank, np.float32))
                 if product.magnitude is not None:
-                    shape = (-1, 1, *more) if self._format == KOHYA else (-1,)
+                    ones = [1] * (product.right.ndim - 1)
+                    shape = (-1, *ones) if self._format == KOHYA else (-1,)
                     found[key + magnitude_end] = ("factor", product.magnitude.reshape(shape))
         if left_out:
             raise Incompatible(
@@ -119,8 +124,7 @@ class Keys:
     def _is_own(self, model: str, path: str) -> bool:
         """Return whether a format calls a module so."""
         if model != DENOISER:
-            is_known = model in (TEXT, TEXT_2, TEXT_3) and not _OPEN_CLIP.match(path)
-            return is_known and ("text_model" in path or "text_projection" in path)
+            return "text_model" in path or "text_projection" in path
         is_authors = _AUTHORS.match(path) is not None
         wants_authors = self._format == KOHYA and (self._is_xl or self._is_flux)
         if is_authors != wants_authors or path.startswith("text_model"):
@@ -149,13 +153,9 @@ def _of_places(places: Sequence[Place], products: Mapping[str, LayerProduct]) ->
         return product._replace(left=product.left[rows], magnitude=magnitude)
     if any(product.magnitude is not None for _, product in own):
         raise Incompatible("DoRA of several tensors is no DoRA of one")
-    right = np.concatenate([product.right for _, product in own])
-    left = np.zeros((sum(place.rows for place in places), len(right)), np.float32)
-    column = 0
+    parts = []
     for place, product in own:
         rows = slice(place.at, place.at + place.rows)
-        into = slice(place.first, place.first + place.rows)
-        rank = len(product.right)
-        left[into, column : column + rank] = np.float32(product.scale) * product.left[rows]
-        column += rank
+        parts.append((place.first, np.float32(product.scale) * product.left[rows], product.right))
+    left, right = stacked(sum(place.rows for place in places), parts)
     return LayerProduct(left, right, 1.0)

@@ -237,6 +237,20 @@ _BY_PARTS: Final = {
 }
 
 
+def stacked(rows: int, parts: Sequence[tuple[int, Singles, Singles]]) -> Pair:
+    """Return products of some rows each as one product of all rows.
+
+    parts: of each, the row where it begins, its left and its right.
+    """
+    right = np.concatenate([one for _, _, one in parts])
+    left = np.zeros((rows, len(right)), np.float32)
+    column = 0
+    for at, own, other in parts:
+        left[at : at + len(own), column : column + len(other)] = own
+        column += len(other)
+    return left, right
+
+
 def form_of(parts: Collection[str]) -> str | None:
     """Return which form has these parts, None for none that is known."""
     return _BY_PARTS.get(frozenset(parts))

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.reader import Meter
-from mstore.models.adapters.forms import FORMS, Pair
+from mstore.models.adapters.forms import FORMS, Pair, stacked
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
@@ -210,14 +210,11 @@ def _joined(
         scale = np.array([product.scale], dtype=np.float32)
         left = np.ascontiguousarray(left[product.first : product.first + rows])
         return Factors(left, np.ascontiguousarray(right), scale, magnitude)
-    right = np.concatenate([right for _, (_, right) in made])
-    left = np.zeros((rows, len(right)), np.float32)
-    column = 0
+    parts = []
     for product, (own, other) in made:
-        place = slice(product.at, product.at + product.rows), slice(column, column + len(other))
         taken = own[product.first : product.first + product.rows]
-        left[place] = np.float32(product.scale) * taken
-        column += len(other)
+        parts.append((product.at, np.float32(product.scale) * taken, other))
+    left, right = stacked(rows, parts)
     return Factors(left, right, np.ones(1, dtype=np.float32), magnitude)
 
 

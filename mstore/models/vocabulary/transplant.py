@@ -174,7 +174,8 @@ def transplant(
     model, other = member(catalog, given, None), member(catalog, donor, None)
     own, theirs = Tokens.of(catalog, model), Tokens.of(catalog, other)
     found = matches(own, theirs, asked.tokens)
-    if not len(found.atoms()):
+    atoms = found.atoms()
+    if not len(atoms):
         raise Incompatible(
             f"has no token that {given.name} has, too: nothing says what its rows are made of",
             where=donor.name,
@@ -186,7 +187,7 @@ def transplant(
         places = _places(catalog, transaction, model, other, found)
         k = asked.k or _usual_k(places)
         made, combined = _combined(
-            catalog, transaction, asked, k, places, own, theirs, found, threads, progress
+            catalog, transaction, asked, k, places, own, theirs, found, atoms, threads, progress
         )
         written = transaction.bytes_written
     with Transaction(catalog, "align") as transaction:
@@ -265,14 +266,15 @@ class _Place(msgspec.Struct, frozen=True):
     """One of the embeddings that have rows of their own: that of the input, or of the output.
 
     rows: int64[tokens of the donor], the rows of the model. missing: rows of the result that are
-    tokens of the donor and no row of the model. model, donor: what they have there. donor_id: of
-    the donor's tensor.
+    tokens of the donor and no row of the model. model, donor: what they have there. model_id,
+    donor_id: of these tensors.
     """
 
     rows: Numbers
     missing: Numbers
     model: Matrix
     donor: Matrix
+    model_id: TensorId
     donor_id: TensorId
 
 
@@ -288,13 +290,15 @@ def _places(
         is_output = role == OUTPUT or OUTPUT not in own
         rows = found.for_output() if is_output else found.rows
         # Rows of a tied model are its output, too, which is the more sensitive of the two.
-        id, source = donor.embeddings[other.get(OUTPUT if is_output else INPUT, other[INPUT])]
+        model_id, tensor = model.embeddings[name]
+        donor_id, source = donor.embeddings[other.get(OUTPUT if is_output else INPUT, other[INPUT])]
         places[role] = _Place(
             rows,
             tokens[rows[tokens] == MISSING],
-            _read(catalog, transaction, model.embeddings[name][1], model.name),
+            _read(catalog, transaction, tensor, model.name),
             _read(catalog, transaction, source, donor.name),
-            id,
+            model_id,
+            donor_id,
         )
     return places
 
@@ -347,23 +351,28 @@ def _combined(
     own: Tokens,
     theirs: Tokens,
     found: Matches,
+    atoms: Numbers,
     threads: int,
     progress: ProgressCallback | None,
 ) -> tuple[dict[str, Combinations], _Stored | None]:
     """Return what new rows are made of, by embedding, and where that is stored.
 
-    What is stored already is taken.
+    atoms: `found.atoms()`. What is stored already is taken.
     """
     if asked.approximation not in (OMP, SUBWORD):
         return {}, None
-    texts = {at: theirs.spelling.written(token) for token, at in theirs.ids.items()}
+
+    def texts(place: _Place) -> list[bytes]:
+        written = theirs.spelling.written
+        return [written(found.tokens[at]) for at in place.missing.tolist()]
+
     key = blake3(f"{asked.approximation} {k if asked.approximation == OMP else ''}".encode())
     for role, place in places.items():
         key.update(role.encode() + place.rows.tobytes() + place.missing.tobytes())
         if asked.approximation == OMP:
-            key.update(bytes(place.donor_id) + found.atoms().tobytes())
+            key.update(bytes(place.donor_id) + atoms.tobytes())
         else:
-            key.update(b"".join(b"%r" % texts[at] for at in place.missing.tolist()))
+            key.update(b"".join(b"%r" % text for text in texts(place)))
             key.update(own.tokenizer.encode())
     branch = f"{PREPARED}combinations-{key.hexdigest()[:16]}"
     there = branch_to_move(catalog, branch)
@@ -377,20 +386,22 @@ def _combined(
     tick = ProgressCounter("pursue", total, progress)
     for role, place in places.items():
         if asked.approximation == SUBWORD:
-            pieces = [own.spelling.pieces(texts[at]) for at in place.missing.tolist()]
+            pieces = map(own.spelling.pieces, texts(place))
             rows = [[id for id in one if id < len(place.model.raw)] for one in pieces]
             made[role] = combinations.of_pieces(place.missing, rows)
         else:
-            made[role] = _pursued(k, place, found, threads, tick)
+            made[role] = _pursued(k, place, atoms, threads, tick)
     snapshot = combinations.stored(catalog, transaction, branch, made)
     return made, _Stored(branch, snapshot)
 
 
 def _pursued(
-    k: int, place: _Place, found: Matches, threads: int, tick: ProgressCounter
+    k: int, place: _Place, theirs: Numbers, threads: int, tick: ProgressCounter
 ) -> Combinations:
-    """Return new rows as the donor's are made of the donor's, and some that are not new."""
-    theirs = found.atoms()
+    """Return new rows as the donor's are made of the donor's, and some that are not new.
+
+    theirs: the donor's rows that they are made of.
+    """
     atoms = place.donor.singles(theirs)
     # Not more of them than one in eight, which would say little about the others.
     held = np.unique(np.linspace(0, len(theirs) - 1, min(_HELD_OUT, len(theirs) // 8)).astype(int))
@@ -444,13 +455,18 @@ class _Tensors:
             is_output = HEAD.search(name.removesuffix(_BIAS)) and OUTPUT in self._places
             role = OUTPUT if is_output else INPUT
             if (id, role) not in known:
-                own = _read(self._catalog, self._transaction, tensor, model.name)
+                place = self._places[role]
+                is_known = id == place.model_id
+                own = place.model if is_known else self._read(tensor, model.name)
                 shape = (self._rows, *tensor.shape[1:])
-                pieces = self._pieces(self._places[role], self._made.get(role), own, tick)
+                pieces = self._pieces(place, self._made.get(role), own, tick)
                 put = self._transaction.put_tensor
                 known[id, role] = put(tensor.dtype, shape, pieces, name)
             found[name] = known[id, role]
         return found
+
+    def _read(self, tensor: Tensor, where: str) -> Matrix:
+        return _read(self._catalog, self._transaction, tensor, where)
 
     def _pieces(
         self, place: _Place, made: Combinations | None, own: Matrix, tick: ProgressCounter
@@ -461,7 +477,6 @@ class _Tensors:
         source = np.full(self._rows, MISSING, np.int64)
         source[: len(place.rows)] = place.rows
         # Rows that are no tokens are the mean, which is never the likeliest token.
-        values = np.zeros((0, own.width), np.float32)
         for start in range(0, self._rows, step):
             at = source[start : start + step]
             out = np.repeat(own.rounded(mean[None]), len(at), axis=0)
@@ -502,8 +517,7 @@ class _Files:
         self._own = own
         self._theirs = theirs
         self._rows = rows
-        names = {id: token for token, id in own.ids.items()}
-        self._names = names
+        self._names = {id: token for token, id in own.ids.items()}
         self._ids = {int(found.rows[at]): int(at) for at in np.flatnonzero(found.is_first)}
 
     def replace(self, files: dict[str, File]) -> None:
