@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     """A store with two snapshots."""
     for name in "ab":
         write_safetensors(
-            tmp_path / name / "m.safetensors", [("w", "U8", (300,), name.encode() * 300)]
+            tmp_path / name / "model.safetensors", [("w", "U8", (300,), name.encode() * 300)]
         )
     with Store.init(tmp_path / "store", block_size=BLOCK) as store:
         for name in "ab":

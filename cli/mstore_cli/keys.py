@@ -46,6 +46,7 @@ OBJECTS: dict[str, type] = {
     "parent": reports.ParentReport,
     "origin": reports.OriginReport,
     "file": reports.FileReport,
+    "file with a digest": reports.FileDigest,
     "tensor": reports.TensorReport,
     "ref": reports.RefReport,
     "move": reports.ReflogReport,
@@ -260,6 +261,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "materialize": keys_of(reports.MaterializeReport),
     "log": (Key("snapshots", "list of snapshot", "newest first"),),
     "show": keys_of(reports.SnapshotReport),
+    "find": (Key("found", "list of file with a digest", "those that refs point at come first"),),
     "ls": (
         Key("files", "list of file or null", "every file; null with --tensors"),
         Key("tensors", "list of tensor or null", "every tensor, with --tensors"),

@@ -19,7 +19,10 @@ GROUPS = {
         ),
         *("shuffle", "moe"),
     ),
-    "Look": ("log", "show", "ls", "cat", "diff", "compare", "explain", "blame", "recipe", "report"),
+    "Look": (
+        *("log", "show", "find", "ls", "cat", "diff", "compare", "explain", "blame", "recipe"),
+        "report",
+    ),
     "Judge": ("eval", "metrics", "gate", "gate run", "gate drop", "gate require"),
     "Search": (
         *(

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mstore.api.open_store import OpenStore
+from mstore.api.open_store import OpenStore, local_path
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.snapshots import lineage, notes
-from mstore.store import refs
+from mstore.store import contents, refs
 from mstore.store.layout import for_a_full_disk
+from mstore.store.objects.note import VALUE
 from mstore.store.refs import Ref, refs_in
-from mstore.terms.errors import BadName, Conflict
+from mstore.terms.errors import BadName, Conflict, StorageFailed
 from mstore.terms.ids import NoteId, Revision, SnapshotId
 from mstore.terms.phrases import call, joined
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCounter, Report
 
 if TYPE_CHECKING:
+    from mstore.snapshots.digests import FileDigest
     from mstore.snapshots.lineage import ReflogReport, RefReport
     from mstore.snapshots.notes import NoteReport, SignatureReport
     from mstore.snapshots.signing import SigningKey, VerifyReport
@@ -282,6 +285,56 @@ class Naming(OpenStore):
 
         found = notes.reports(notes.notes_on(self._catalog, snapshot), {}, every=True)
         return tuple(one for one in found if one.note in ids)
+
+    def digests(
+        self, revision: Revision, *, progress: ProgressCallback | None = None
+    ) -> tuple[FileDigest, ...]:
+        """Return the SHA-256 of each single-file model of a snapshot.
+
+        `add` noted that of what it stored. Of what was made here, virtual or not, it is computed
+        now, and noted where this store can be written.
+
+        Raises NotFound, BadName, Corrupt, StorageFailed.
+        """
+        from mstore.snapshots import digests
+        from mstore.store.block_cache import BlockCache
+        from mstore.store.view import SnapshotView
+
+        catalog = self._catalog
+        id = catalog.resolve(revision)
+        known = digests.noted(catalog, id)
+        paths = digests.paths_of(catalog, catalog.manifest_of(id))
+        missing = [path for path in paths if path not in known]
+        if missing:
+            with contents.held(catalog, [id]):
+                view = SnapshotView(catalog, id, BlockCache(catalog, computing=self._computing))
+                tick = ProgressCounter(
+                    "digest", sum(map(view.files.__getitem__, missing)), progress
+                )
+                new = {path: digests.computed(view, path, tick) for path in missing}
+            # Who may only read is told it all the same.
+            with suppress(StorageFailed):
+                told = {notes.digest_key(path): digest for path, digest in new.items()}
+                notes.write(catalog, id, told, VALUE)
+            known |= new
+        names = lineage.names_of(catalog)
+        return tuple(digests.file_digest(id, path, known[path], names) for path in paths)
+
+    def find(self, digest: str | Path) -> tuple[FileDigest, ...]:
+        """Return the single-file models that have a SHA-256; those that refs point at come first.
+
+        digest: 64 hexadecimal digits, or the first of them, eight or more: AutoV2 has ten. A Path
+        is a file, whose digest is computed first.
+
+        Only digests that are noted are known: those of what was added, and what `digests` told.
+
+        Raises BadName, NotFound (no such file), StorageFailed.
+        """
+        from mstore.snapshots import digests
+
+        if isinstance(digest, Path):
+            digest = digests.of_file(local_path(digest))
+        return tuple(digests.found(self._catalog, digest, lineage.names_of(self._catalog)))
 
     def sign(
         self,

@@ -6,6 +6,7 @@ Part of `mstore.api.Store`, which combines all parts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -330,7 +331,9 @@ class Reading(OpenStore):
         card: bool = False,
         progress: ProgressCallback | None = None,
     ) -> CheckoutReport:
-        """Write a byte-exact copy into a new or empty directory.
+        """Write a byte-exact copy into a new or empty directory, or one file of weights.
+
+        directory: a path that ends in .safetensors is a file, for a model that has one such file.
 
         revision: a snapshot, or REF:MODEL, of which it writes what `view` shows.
         only: patterns of the paths to write, such as `*.json`; without any, all files.
@@ -341,7 +344,8 @@ class Reading(OpenStore):
         reflink: whether the files share their space on the disk with the store, as XFS and btrfs
         can do where blocks lie raw (`pin`): `auto` where it can be done, `always` or fail, `never`.
         card: write README.md as `export` sends it, completed with what the store knows of the
-        model; all other files are the snapshot's.
+        model; all other files are the snapshot's. Of a single file its header is completed: title,
+        SHA-256 of its tensors, snapshot.
 
         Raises NotFound, BadRequest (the parent directory does not exist, or nothing lies so that it
         can be shared), BadCheckpoint (a path that cannot be created), Conflict (the directory is
@@ -349,6 +353,7 @@ class Reading(OpenStore):
         not the store's), Corrupt, StorageFailed; then nothing is left behind.
         """
         from mstore.exports.card import card as card_of
+        from mstore.exports.card import completed_header
         from mstore.snapshots.checkout import checkout, parse_reflink
 
         asked = self._whole(revision)
@@ -362,6 +367,7 @@ class Reading(OpenStore):
             weights=weights,
             reflink=parse_reflink(reflink),
             made=lambda view: card_of(self._catalog, view, asked) if card else {},
+            header=partial(completed_header, self._catalog, asked) if card else None,
             progress=progress,
             computing=self._computing,
         )

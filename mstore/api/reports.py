@@ -70,6 +70,7 @@ from mstore.search.search import (
 from mstore.snapshots.add import AddReport
 from mstore.snapshots.checkout import CheckoutReport
 from mstore.snapshots.diff import DiffReport, FileDiff, TensorDiff
+from mstore.snapshots.digests import FileDigest
 from mstore.snapshots.directory_diff import DirectoryDiffReport
 from mstore.snapshots.lineage import (
     FileReport,
@@ -150,6 +151,7 @@ __all__ = [
     "ExtractReport",
     "FetchReport",
     "FileDiff",
+    "FileDigest",
     "FileReport",
     "FreeNumber",
     "GateReport",

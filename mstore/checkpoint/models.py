@@ -57,6 +57,12 @@ class Model(msgspec.Struct, frozen=True):
     files: tuple[str, ...]
     index: str | None = None
 
+    @property
+    def is_single_file(self) -> bool:
+        """Whether it is a file with a name of its own, which people keep and hand on alone."""
+        stem = _parsed(_stem_of(self.files[0]))[0]
+        return self.index is None and len(self.files) == 1 and _rank(stem) == len(STEMS)
+
     def path(self, file: str) -> str:
         """Return the path of a file of this name beside its weights."""
         return posixpath.join(self.directory, file)

@@ -31,7 +31,7 @@ def quoted(text: str, width: int = 120) -> str:
 
 
 def name_for(path: PurePath) -> str:
-    """Suggest a ref name for a checkpoint at `path`, for hints: from its own name."""
+    """Return a ref name for a checkpoint at `path`: its own, with `-` for what refs cannot have."""
     found = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).strip("-.")
     return found.removesuffix(".safetensors") or "x"
 

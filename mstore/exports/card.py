@@ -12,9 +12,11 @@ of the Hub.  What cards of others say is repeated if it looks like a name, and n
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -24,12 +26,14 @@ import yaml
 
 from mstore.checkpoint.declared import CARD, MERGEKIT, front_matter, values
 from mstore.checkpoint.origin import Origin
+from mstore.checkpoint.strict_json import LENGTH_BYTES, METADATA_KEY, header_bytes
 from mstore.merge.recipes.write import named
 from mstore.merge.running.model_card import NOT_NAMED, TO_PUBLISH
 from mstore.models.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.models.adapters.config import named_base
 from mstore.models.made import NAME, WORD, start_of
 from mstore.snapshots import notes
+from mstore.snapshots.checkout import header_size
 from mstore.snapshots.lineage import plan_of
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input
@@ -119,6 +123,30 @@ def card(catalog: Catalog, view: SnapshotView, asked: Input) -> dict[str, bytes]
         return {}
     made = _Card(catalog, view, name)
     return {path: made.completed(text).encode(), **made.recipe()}
+
+
+def completed_header(
+    catalog: Catalog, asked: Input, view: SnapshotView, path: str
+) -> Callable[[str], bytes]:
+    """Return what makes the header of a single file, from the SHA-256 of its tensors.
+
+    Keys that it has stay; a title, the snapshot, and for what was made here its author, date and
+    digest are added, as Stability AI's model metadata names them.
+    """
+    record = catalog.snapshot(asked.snapshot)
+    fields = json.loads(view.read(path, 0, header_size(view, path))[LENGTH_BYTES:])
+    told = fields.get(METADATA_KEY) or {}
+    when = datetime.fromtimestamp(record.time_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    made_here = {"date": when, "author": record.author} if record.made != records.ADD else {}
+    own = {"title": asked.model or asked.name.rpartition("/")[2], **made_here}
+    more = {f"modelspec.{key}": value for key, value in own.items() if value}
+    snapshot = {"mstore.snapshot": asked.snapshot.hex()}
+
+    def header(digest: str) -> bytes:
+        digested = {"modelspec.hash_sha256": f"0x{digest}"} if made_here else {}
+        return header_bytes({**fields, METADATA_KEY: more | digested | told | snapshot})
+
+    return header
 
 
 class _Card:

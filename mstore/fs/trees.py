@@ -126,6 +126,25 @@ class NewTree:
         self._sync(self.target.parent, self._above)
         self.abandon()
 
+    def publish_file(self, name: str) -> None:
+        """Give one file of the tree the final name, durably, and drop the rest.
+
+        Raises Conflict if something has that name.
+        """
+        with translated(self.target):
+            announce("link", self._path / name, self.target)
+            try:
+                os.link(
+                    *(name, self.target.name),
+                    src_dir_fd=self._root,
+                    dst_dir_fd=self._above,
+                    follow_symlinks=False,
+                )
+            except FileExistsError:
+                raise _taken(self.target) from None
+        self._sync(self.target.parent, self._above)
+        self.abandon()
+
     def _sync(self, path: Path, descriptor: int) -> None:
         with translated(path):
             announce("syncdir", path)
@@ -198,6 +217,10 @@ def _require_private(descriptor: int, path: Path) -> None:
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise _displaced(path)
+
+
+def _taken(path: Path) -> Conflict:
+    return Conflict("a file of this name is there", where=str(path), hint="choose another name")
 
 
 def _displaced(path: Path) -> Conflict:

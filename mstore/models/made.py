@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter, values
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.origin import Origin
@@ -93,11 +94,16 @@ def slots_of(
 
 
 def texts_of(
-    catalog: Catalog, before: Manifest, weights: Weights, without: Collection[str] = ()
+    catalog: Catalog,
+    before: Manifest,
+    weights: Weights,
+    without: Collection[str] = (),
+    lineage: Callable[[], Mapping[str, str]] = dict,
 ) -> dict[str, bytes]:
     """Return the headers and shard indexes that change, by path.
 
-    before: what the model is made of. without: keys of metadata that no header keeps.
+    before: what the model is made of. without: keys of metadata that no header keeps. lineage:
+    returns the entries of headers of single-file models about what they were made of.
     """
     texts: dict[str, bytes] = {}
     models = models_in(catalog, before)
@@ -113,7 +119,9 @@ def texts_of(
     for path, slots in changed.items():
         file = before.file(path)
         raw = None if file is None else catalog.read_parts(file.parts[:1])
-        header = _header(raw, slots, without)
+        model = models.of_file(path)
+        more = lineage() if model is not None and model.is_single_file else {}
+        header = _header(raw, slots, without, more)
         texts |= {} if header is None else {path: header}
     return texts
 
@@ -158,11 +166,16 @@ def blocks_of(manifest: Manifest, block_size: int) -> int:
 
 
 def _header(
-    before: bytes | None, slots: Sequence[Slot] | None, without: Collection[str]
+    before: bytes | None,
+    slots: Sequence[Slot] | None,
+    without: Collection[str],
+    lineage: Mapping[str, str],
 ) -> bytes | None:
     """Return a header, None if it stays.  Names that it had keep their order."""
     told = NEW if before is None else metadata_of(before)
-    left = None if told is None else kept_metadata(told, without)
+    left = (
+        None if told is None and not lineage else {**kept_metadata(told or {}, without), **lineage}
+    )
     if slots is None and left == told:
         return None
     known: dict[str, Any] = {METADATA_KEY: left}
@@ -526,10 +539,13 @@ class Publication:
         for record in self._snapshots:
             self.transaction.put_record(record)
 
-    def commit(self) -> None:
-        """Publish what was put, and what a repair had dropped.  Raises Conflict, StorageFailed."""
+    def commit(self, also: Callable[[IndexTransaction], None] | None = None) -> None:
+        """Publish what was put, and what a repair had dropped.  Raises Conflict, StorageFailed.
+
+        also: adds rows of its own, as in `Transaction.commit`.
+        """
         if self._moves or self.transaction.has_news:
-            self.transaction.commit(snapshots=self._snapshots, moves=self._moves)
+            self.transaction.commit(snapshots=self._snapshots, moves=self._moves, also=also)
 
 
 def made_of(record: SnapshotRecord) -> tuple[Parent, ...]:

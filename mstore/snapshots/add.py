@@ -26,6 +26,7 @@ from mstore.models.adapters.config import CONFIG, MAX_CONFIG
 from mstore.models.adapters.targets import check_adapter, has_keys, is_adapter, is_any_adapter
 from mstore.models.made import Publication, assembled, texts_of
 from mstore.models.stats.store import StatsStore
+from mstore.snapshots import digests
 from mstore.snapshots.add_files import FileAdder, readable_tensors
 from mstore.snapshots.lineage import ParentReport
 from mstore.store.catalog import Catalog
@@ -222,6 +223,7 @@ def add(
     tick = ProgressCounter("add", _to_read(checkpoint, differences), progress)
     adder = FileAdder(catalog, statistics, of_base, policy, only=base.only, skip=base.skip)
     models_by_file = checkpoint.models_by_file()
+    digested = {path for one in checkpoint.models if one.is_single_file for path in one.files}
     ahead = 2 * threads + 1
 
     def put(sources: Iterable[SourceFile], transaction: Transaction) -> list[File]:
@@ -230,7 +232,14 @@ def add(
         tick(0)
         with ThreadPoolExecutor(threads, "add") as pool:
             return [
-                adder.add_file(file, models_by_file.get(file.path), pool, ahead, tick)
+                adder.add_file(
+                    file,
+                    models_by_file.get(file.path),
+                    pool,
+                    ahead,
+                    tick,
+                    digested=file.path in digested,
+                )
                 for file in sources
             ]
 
@@ -277,7 +286,9 @@ def add(
         recorded = _recorded_base(catalog, snapshot)
         warnings = _warnings(checkpoint, files)
         statistics.flush()
-        publication.commit()
+        told = digests.news(catalog, snapshot.id(), adder.digests, is_new=is_new)
+        transaction.put_records(told)
+        publication.commit(also=partial(digests.insert, catalog, told))
     remarks = (*checkpoint.remarks, *_remarks(adder, base, recorded, message, is_new=is_new))
     if differences is not None:
         remarks = (*remarks, *_difference_hints(catalog, differences, manifest, told_size))

@@ -14,6 +14,7 @@ stops the add.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections import deque
@@ -344,6 +345,8 @@ class FileAdder:
         self.lost: set[BlockId] = set()
         self.not_finite: list[str] = []
         self.lost_tensors = 0
+        self.digests: dict[str, str] = {}
+        """SHA-256 of files that were digested, by path."""
 
     def write_to(self, transaction: Transaction) -> None:
         """Store what follows in this transaction."""
@@ -399,13 +402,27 @@ class FileAdder:
         pool: ThreadPoolExecutor,
         ahead: int,
         tick: Callable[[int], None],
+        *,
+        digested: bool = False,
     ) -> File:
-        """Store a file's new blocks and its tensor records."""
+        """Store a file's new blocks and its tensor records.
+
+        digested: whether to take the digest of its bytes, for `digests`.
+        """
         parts = self.parts(source, model)
+        digest = hashlib.sha256() if digested else None
+
+        def take(data: memoryview) -> None:
+            tick(len(data))
+            if digest is not None:
+                digest.update(data)
+
         with source.open() as own:
             if source.header is not None:
                 own.require_start(source.header.raw)
-            stored = self._add_parts(_FileBytes(own), source.path, parts, pool, ahead, tick)
+            stored = self._add_parts(_FileBytes(own), source.path, parts, pool, ahead, take)
+        if digest is not None:
+            self.digests[source.path] = digest.hexdigest()
         form = OPAQUE if source.header is None else SAFETENSORS
         return File(source.path, form, source.size, tuple(stored))
 
@@ -441,7 +458,9 @@ class FileAdder:
 
         with SummedBlocks(differences, slots) as sums:
             own = _SumBytes(sums, slots)
-            stored = self._add_parts(own, file.path, parts, pool, ahead, tick)
+            stored = self._add_parts(
+                own, file.path, parts, pool, ahead, lambda data: tick(len(data))
+            )
         changed = dict(zip(places, stored, strict=True))
         return replace(
             file, parts=tuple(changed.get(place, part) for place, part in enumerate(file.parts))
@@ -460,9 +479,12 @@ class FileAdder:
         parts: list[_PartPlan],
         pool: ThreadPoolExecutor,
         ahead: int,
-        tick: Callable[[int], None],
+        take: Callable[[memoryview], None],
     ) -> list[Part]:
-        """Store new blocks of some parts of a file, and their records."""
+        """Store new blocks of some parts of a file, and their records.
+
+        take: is given the bytes, in the order of the file.
+        """
         measures = self._measures(parts)
         squares = _Squares(parts)
         comparison: _Comparison | _Squares = squares
@@ -480,8 +502,8 @@ class FileAdder:
         )
         for group in reader.run(pool, ahead):
             self._store(path, parts, group, ids)
+            take(memoryview(group.buffer)[: sum(span.length for span in group.spans)])
             reader.release(group)
-            tick(sum(span.length for span in group.spans))
         own.require_unchanged()
         tensors = [
             Tensor(part.dtype, part.shape, part.nbytes, b"".join(blocks))

@@ -18,6 +18,8 @@ from the new file, and checked there. How blocks come to lie so: `mstore.upkeep.
 from __future__ import annotations
 
 import errno
+import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,15 +38,15 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE, PackGone
 from mstore.blocks.reader import FSCK, ThreadBuffer
 from mstore.checkpoint.models import is_weights
-from mstore.checkpoint.paths import check_case_twins, check_relative
+from mstore.checkpoint.paths import SAFETENSORS_SUFFIX, check_case_twins, check_relative
 from mstore.store import contents
 from mstore.store.ahead import in_order, read_ahead
 from mstore.store.block_cache import BlockCache, Computing, Extent
 from mstore.store.catalog import Catalog
-from mstore.store.models import Input
+from mstore.store.models import Input, snapshot_of
 from mstore.store.objects.shapes import matching, unmatched
 from mstore.store.view import SnapshotView, will_read
-from mstore.terms.errors import BadRequest, Corrupt, Incompatible, NotFound, StorageFailed
+from mstore.terms.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, StorageFailed
 from mstore.terms.ids import BlockId, SnapshotId
 from mstore.terms.phrases import Option, Text, call, phrase
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
@@ -101,10 +103,15 @@ def checkout(
     weights: bool = True,
     reflink: Reflink = Reflink.AUTO,
     made: Callable[[SnapshotView], Mapping[str, bytes]] = lambda view: {},
+    header: Callable[[SnapshotView, str], Callable[[str], bytes]] | None = None,
     progress: ProgressCallback | None = None,
     computing: Callable[[], Computing] | None = None,
 ) -> CheckoutReport:
     """Write every file of a snapshot or model below `directory`, which must be missing or empty.
+
+    A path that ends in .safetensors is a file instead: a single-file model, or any model that has
+    one file of weights, under this name. header: makes such a file's header from the SHA-256 of its
+    tensors, in hexadecimal digits; it has one length for all of them.
 
     Holds the snapshot meanwhile. `computing` returns what computes blocks of a virtual snapshot.
     shared: allow a parent directory in which others can rename. only: write the files whose paths
@@ -119,16 +126,33 @@ def checkout(
     view = SnapshotView(catalog, asked.snapshot, cache, model=asked.model)
     _check_paths(view)
     directory = directory.absolute()
-    fs.require_empty(directory)
+    alone = None
+    if directory.suffix == SAFETENSORS_SUFFIX and not directory.is_dir():
+        alone = _only_file(view, asked, chosen=bool(only) or not weights)
+    if alone is None:
+        fs.require_empty(directory)
+    elif os.path.lexists(directory):
+        raise Conflict("exists", where=str(directory), hint="choose another name")
     if not directory.parent.is_dir():
         raise BadRequest(
             "the directory above it does not exist",
             where=str(directory),
             hint=f"mkdir -p {directory.parent}",
         )
+    new: Mapping[str, bytes] = {}
+    heads: dict[str, Callable[[str], bytes]] = {}
     with contents.held(catalog, [view.id]):
-        new = made(view)
-    files = _chosen({**view.files, **{path: len(data) for path, data in new.items()}}, view, only)
+        if alone is None:
+            new = made(view)
+        elif header is not None:
+            heads[alone] = header(view, alone)
+    if alone is None:
+        files = {**view.files, **{path: len(data) for path, data in new.items()}}
+        files = _chosen(files, view, only)
+    else:
+        files = {alone: view.files[alone]}
+        for path, head in heads.items():
+            files[path] += len(head(EMPTY_DIGEST)) - header_size(view, path)
     if not weights:
         files = {path: size for path, size in files.items() if not is_weights(path)}
     new = {path: data for path, data in new.items() if path in files}
@@ -139,10 +163,13 @@ def checkout(
     tree = fs.NewTree(directory, shared=shared)
     try:
         with contents.held(catalog, [view.id]):
-            _Checkout(catalog, view, stored, tree, reflinks).run(threads, total, progress)
+            _Checkout(catalog, view, stored, tree, reflinks, heads).run(threads, total, progress)
         for path, data in new.items():
             _write(tree, path, data)
-        tree.publish()
+        if alone is None:
+            tree.publish()
+        else:
+            tree.publish_file(alone)
     except BaseException:
         tree.abandon()
         raise
@@ -153,6 +180,35 @@ def checkout(
         bytes_written=total,
         bytes_shared=reflinks.shared_bytes,
         seconds=time.monotonic() - began,
+    )
+
+
+EMPTY_DIGEST: Final = hashlib.sha256().hexdigest()
+
+
+def header_size(view: SnapshotView, path: str) -> int:
+    """Return the bytes before the tensors of a file of weights."""
+    file = view.manifest.file(path)
+    assert file is not None
+    return file.parts[0].nbytes
+
+
+def _only_file(view: SnapshotView, asked: Input, *, chosen: bool) -> str:
+    """Return the only file of weights.  Raises BadRequest if files are chosen, Incompatible."""
+    if chosen:
+        raise BadRequest("one file of weights has no other files to choose", where=asked.name)
+    models = view.models.named
+    paths = [path for one in models.values() for path in one.files]
+    if len(paths) == 1:
+        return paths[0]
+    several = len(models) > 1
+    what = f"{len(models)} models" if several else f"{len(paths)} files of weights"
+    raise Incompatible(
+        f"has {what}, and .safetensors is one file",
+        where=asked.name,
+        hint=call("checkout", f"{snapshot_of(asked.name)}:{next(iter(models))}", "FILE.safetensors")
+        if several
+        else call("checkout", asked.name, "DIR"),
     )
 
 
@@ -225,7 +281,9 @@ class _Checkout:
         files: Mapping[str, int],
         tree: fs.NewTree,
         reflinks: Reflinks,
+        heads: Mapping[str, Callable[[str], bytes]],
     ) -> None:
+        self._heads = heads
         self._catalog = catalog
         self._view = view
         self._files = files
@@ -249,7 +307,7 @@ class _Checkout:
 
     def _jobs(self) -> Iterator[Callable[[], int]]:
         for path, size in self._files.items():
-            if self._view.is_virtual:
+            if path in self._heads or self._view.is_virtual:
                 yield partial(self._stream, path)
                 continue
             file = _WrittenFile(self._tree.create(path))
@@ -335,9 +393,18 @@ class _Checkout:
 
     def _stream(self, path: str) -> int:
         file = self._tree.create(path)
+        head = self._heads.get(path)
         try:
-            for block in self._view.stream(path):
+            digest, start = hashlib.sha256(), 0
+            if head is not None:
+                start = header_size(self._view, path)
+                file.append(head(EMPTY_DIGEST))
+            for block in self._view.stream(path, start):
                 file.append(block)
+                if head is not None:
+                    digest.update(block)
+            if head is not None:
+                file.write_at(0, head(digest.hexdigest()))
             file.sync()
             return file.size
         finally:

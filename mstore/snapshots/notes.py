@@ -146,8 +146,22 @@ def _number(score: object) -> str:
 
 SEARCH: Final = "search"
 """The key of what a search tried to find its winner (`mstore.search.search`)."""
+_DIGEST: Final = "sha256 of "
+"""How the keys of digests of files begin (`mstore.snapshots.digests`)."""
+SHORT_DIGITS: Final = 10
+"""Digits of AutoV2."""
 CULPRIT: Final = "culprit: "
 """How the keys begin of what bisections found of a merge, in words."""
+
+
+def digest_key(path: str) -> str:
+    """Return the key under which the SHA-256 of a file is noted."""
+    return f"{_DIGEST}{path}"
+
+
+def digested_path(key: str) -> str | None:
+    """Return the path of a file from the key of its digest; None for another key."""
+    return key.removeprefix(_DIGEST) if key.startswith(_DIGEST) else None
 
 
 def culprit_key(by: Sequence[str]) -> str:
@@ -261,6 +275,12 @@ def named(
 
 
 # -- writing -------------------------------------------------------------------------------------
+
+
+def value_of(catalog: Catalog, snapshot: SnapshotId, key: str, value: object) -> Note:
+    """Return a note of a value, for who stores it.  Raises BadRequest."""
+    data = packed(value, quoted(key))
+    return Note(snapshot, (), VALUE, key, data, catalog.author(), now_ns())
 
 
 def write(

@@ -286,9 +286,9 @@ class SnapshotView:
         with contents.or_collected(self._catalog, [self.id]):
             return self._cache.pieces(self.extents(path, offset, size))
 
-    def stream(self, path: str) -> Iterator[Buffer]:
-        """Yield the whole file block by block, bypassing the cache."""
-        extents = self.extents(path, 0, self._opened(path).file.size)
+    def stream(self, path: str, start: int = 0) -> Iterator[Buffer]:
+        """Yield a file block by block from `start` on, bypassing the cache."""
+        extents = self.extents(path, start, self._opened(path).file.size - start)
         return self._told_if_collected(_whole_blocks(self._catalog, self._cache, extents))
 
     def _told_if_collected(self, blocks: Iterator[Buffer]) -> Iterator[Buffer]:

@@ -95,6 +95,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "combine-adapters": ("combine-adapters", "--adapter", "base", "--adapter", "third"),
     "log": ("log", "merged"),
     "show": ("show", "merged"),
+    "find": ("find", "0123456789"),
     "ls": ("ls", "merged"),
     "cat": ("cat", "merged:config.json"),
     "diff": ("diff", "base", "merged"),

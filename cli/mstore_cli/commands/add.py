@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from mstore.checkpoint.paths import SAFETENSORS_SUFFIX, name_for
 from mstore.terms.phrases import few
 from mstore_cli import completion
 from mstore_cli.command import command
@@ -86,7 +87,8 @@ def add(
         Option(
             "--name",
             metavar="REF",
-            help="The branch that will point at it; one per PATH, in the same order.",
+            help="The branch that will point at it; one per PATH, in the same order. A "
+            ".safetensors file has its own name [default], a directory needs one.",
         ),
     ] = (),
     name_prefix: Annotated[
@@ -319,6 +321,8 @@ def _named(
         raise UsageError("--name and --name-prefix exclude each other")
     if prefix is not None:
         names = [f"{prefix}{_given_name(path)}" for path in found]
+    elif not names and all(path.suffix == SAFETENSORS_SUFFIX for path in found):
+        names = [name_for(path) for path in found]
     elif not names:
         hint = f"mstore add {first} --name {_suggested(found[0])}"
         if len(paths) > 1:

@@ -20,7 +20,12 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 def checkout(
     session: Session,
     revision: OneModel,
-    directory: Annotated[Path, Argument(metavar="DIR", help="A directory that is new or empty.")],
+    directory: Annotated[
+        Path,
+        Argument(
+            metavar="DIR", help="A directory that is new or empty, or a new FILE.safetensors."
+        ),
+    ],
     patterns: Annotated[
         tuple[str, ...],
         Argument(metavar="PATTERN", help="Only files that match, as '*.json' [else all]."),
@@ -54,15 +59,16 @@ def checkout(
         Option(
             "--card",
             help="Write README.md as `mstore export` sends it, completed with what the store knows "
-            "of the model.",
+            "of the model; of a FILE.safetensors, complete its header.",
         ),
     ] = False,
     threads: Threads = None,
 ) -> None:
     """Write the files of a snapshot, or one model of it.
 
-    Paths of REF:MODEL begin in the model's directory. A PATTERN must match a whole path; `*` also
-    matches `/`.
+    Paths of REF:MODEL begin in the model's directory. FILE.safetensors is the one file of weights
+    of a model, under this name, as the folders of image tools have it. A PATTERN must match a
+    whole path; `*` also matches `/`.
     """
     with session.open() as store, session.progress() as tick:
         report = store.checkout(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from mstore.snapshots.notes import SHORT_DIGITS, digested_path
 from mstore.terms.phrases import few
 from mstore_cli.command import command
 from mstore_cli.graph import how, revision_of
-from mstore_cli.options import Revision
+from mstore_cli.options import Option, Revision
 from mstore_cli.output import Screen, named, noted, when
 from mstore_cli.session import Session
 from mstore_cli.signers import lines_on_unknown_keys, signatures_of, states_of, trusted_signers
@@ -20,8 +21,21 @@ SHOWN = 5
 
 
 @command(example="mstore show llama/merged")
-def show(session: Session, revision: Revision) -> None:
+def show(
+    session: Session,
+    revision: Revision,
+    digest: Annotated[
+        bool,
+        Option(
+            "--digest",
+            help="Compute the SHA-256 of its single-file models, and note it, where `add` did not.",
+        ),
+    ] = False,
+) -> None:
     """Print one snapshot: content, parents, author, message."""
+    if digest:
+        with session.open() as store, session.progress() as tick:
+            store.digests(revision, progress=tick)
     with session.open_to_look() as store:
         report = store.show(revision)
         if any(signatures_of(report)):
@@ -47,7 +61,7 @@ def show(session: Session, revision: Revision) -> None:
                 *(("not here", not_here(one)) for one in report.leans_on),
                 *((parent.role, _named(parent)) for parent in report.parents),
                 ("not finite", _not_finite(report)),
-                *(("note", _noted(one)) for one in report.notes),
+                *(_note_or_digest(one) for one in report.notes),
                 ("signatures", states_of(report.signatures)),
                 ("message", report.message or None),
             ]
@@ -82,6 +96,13 @@ def _not_finite(report: SnapshotReport) -> str | None:
     total = sum(one.elements or 0 for one in report.not_finite)
     each = [f"{one.tensor} {one.elements} of {one.elements_total}" for one in report.not_finite]
     return f"{counted(total, 'element')}, infinite or NaN: {few(each, SHOWN)}"
+
+
+def _note_or_digest(note: NoteReport) -> tuple[str, str]:
+    path = digested_path(note.key)
+    if path is None or not isinstance(note.value, str):
+        return "note", _noted(note)
+    return "sha256", f"{note.value} (AutoV2 {note.value[:SHORT_DIGITS]}) {path}"
 
 
 def _noted(note: NoteReport) -> str:

@@ -18,6 +18,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import cached_property, partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,6 +38,7 @@ from mstore.merge.planning.recipe_text import recipe_text
 from mstore.merge.planning.validate import is_base, is_retyped
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
 from mstore.models.adapters.inputs import files_merged_into
+from mstore.models.header_lineage import MadeOf, header_lineage
 from mstore.models.made import (
     NAME,
     WORD,
@@ -51,7 +53,7 @@ from mstore.models.made import (
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import File, Manifest
-from mstore.store.objects.plan import BASE, DROPPED, MOE, OMITTED, READ, SHARED, Plan
+from mstore.store.objects.plan import BASE, DROPPED, MOE, OMITTED, READ, SHARED, Plan, PlanInput
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import ManifestId
 
@@ -152,6 +154,29 @@ class ModelCard:
             kept = [file for file in kept if not is_licence(file)]
             kept += self._licence_files()
         return tuple(kept), new
+
+    def header_lineage(self) -> dict[str, str]:
+        """Return what headers of single files say of the merge (`models.header_lineage`)."""
+        plan = self._plan
+        how: dict[str, Any] = {
+            "base": _named_input(plan.inputs[0]),
+            "experts": [
+                {"model": _named_input(one), "weight": float(number_text(weight))}
+                for one, weight in zip(plan.experts, plan.weights, strict=True)
+            ],
+            "method": plan.method,
+            "parameters": dict(plan.operation.parameters),
+        }
+        if plan.companions:
+            how["with"] = [
+                {"role": one.role, "of": one.of, "model": _named_input(one)}
+                for one in plan.companions
+            ]
+        recipe = self.recipe() if len(plan.operations) > 1 or plan.layers else None
+        how |= {} if recipe is None else {"recipe": recipe}
+        models = (plan.inputs[0], *plan.experts)
+        parents = (MadeOf(one.manifest_id(), one.model) for one in models)
+        return header_lineage(self._catalog, how, parents)
 
     def files_of_recipe(self) -> dict[str, bytes]:
         """Return the file with the recipe, or nothing if no recipe can state the plan."""
@@ -390,6 +415,10 @@ def licence_warnings(catalog: Catalog, plan: Plan, sources: PlanInputs) -> tuple
             )
             for who, text in ModelCard(catalog, plan).licence_warnings()
         )
+
+
+def _named_input(one: PlanInput) -> str:
+    return one.manifest_id().hex() + ("" if one.model is None else f":{one.model}")
 
 
 def _odd(count: int) -> str:

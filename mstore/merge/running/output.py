@@ -170,7 +170,8 @@ class OutputFiles:
             for file in filter(is_safetensors, self.base.files)
             if self._changes(file)
         }
-        texts = texts_of(self._catalog, self.base, weights)
+        lineage = ModelCard(self._catalog, self._tasks.plan).header_lineage
+        texts = texts_of(self._catalog, self.base, weights, lineage=lineage)
         config = self.base.file(CONFIG)
         changed = None if config is None or config.form != OPAQUE else self._config(config)
         return texts if changed is None else texts | {CONFIG: changed}

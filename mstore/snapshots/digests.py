@@ -1,0 +1,150 @@
+"""SHA-256 of single-file models: how sites and user interfaces name such a file.
+
+A digest of a file's bytes is noted about its snapshot, under the key `sha256 of PATH`.  `add` takes
+it as it reads the file; for what was made here, it is computed when somebody asks.  AutoV2, the
+short name that A1111's and Civitai's tools show, is its first ten digits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from mstore import fs
+from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.snapshots import notes
+from mstore.snapshots.notes import (
+    SHORT_DIGITS,
+    digest_key,
+    digested_path,
+    notes_on,
+    stored,
+    value_of,
+)
+from mstore.store.catalog import Catalog
+from mstore.store.models import models_in
+from mstore.store.objects.manifest import Manifest
+from mstore.store.objects.note import COUNTS, VALUE, Note, states
+from mstore.store.view import SnapshotView
+from mstore.terms.errors import BadName, NotFound
+from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import call
+from mstore.terms.report import Report
+
+_LEAST_DIGITS: Final = 8
+_DIGITS: Final = re.compile(rf"(0x)?([0-9a-f]{{{_LEAST_DIGITS},64}})", re.IGNORECASE)
+
+
+class FileDigest(Report, frozen=True):
+    """A file of one model, and its digest."""
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    path: str
+    """of the file in the snapshot"""
+    sha256: str
+    """the digest of the file's bytes, in hexadecimal digits"""
+    autov2: str
+    """its first ten digits, as A1111's and Civitai's tools name a file"""
+    refs: tuple[str, ...] = ()
+    """refs that point at the snapshot"""
+
+
+def paths_of(catalog: Catalog, manifest: Manifest) -> list[str]:
+    """Return the paths of single-file models."""
+    models = models_in(catalog, manifest).named.values()
+    return [path for model in models if model.is_single_file for path in model.files]
+
+
+def noted(catalog: Catalog, snapshot: SnapshotId) -> dict[str, str]:
+    """Return the digests that are noted about a snapshot, by path.  Raises Corrupt, NotFound."""
+    found = notes_on(catalog, snapshot)
+    state_of = states(found)
+    counting = (note for id, note in found.items() if state_of[id] == COUNTS)
+    return {path: digest for note in counting for path, digest in _told(note)}
+
+
+def news(
+    catalog: Catalog, snapshot: SnapshotId, digests: Mapping[str, str], *, is_new: bool
+) -> list[Note]:
+    """Return notes of the digests that a snapshot has not yet.  is_new: it has no notes at all."""
+    known = {} if is_new or not digests else noted(catalog, snapshot)
+    return [
+        value_of(catalog, snapshot, digest_key(path), digest)
+        for path, digest in digests.items()
+        if path not in known
+    ]
+
+
+def insert(catalog: Catalog, told: Iterable[Note], rows: IndexTransaction) -> None:
+    """Link stored notes to their snapshots, in the commit that publishes these."""
+    for note in told:
+        notes.insert(catalog.index, rows, note)
+
+
+def computed(view: SnapshotView, path: str, tick: Callable[[int], None]) -> str:
+    """Return the digest of a file, all of which is read.  Raises Corrupt, StorageFailed.
+
+    tick: is told how many bytes were read.
+    """
+    digest = hashlib.sha256()
+    for block in view.stream(path):
+        digest.update(block)
+        tick(len(block))
+    return digest.hexdigest()
+
+
+def of_file(path: Path) -> str:
+    """Return the digest of a file outside the store.  Raises NotFound, StorageFailed."""
+    if not path.is_file():
+        raise NotFound("no such file", where=str(path), hint=call("find", help=True))
+    with fs.reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def found(
+    catalog: Catalog, digits: str, names: Mapping[SnapshotId, Sequence[str]]
+) -> list[FileDigest]:
+    """Return the files of which such a digest is noted; those that refs point at come first.
+
+    digits: the digest, or at least its first eight digits. names: the refs of snapshots. Raises
+    BadName.
+    """
+    asked = _DIGITS.fullmatch(digits)
+    if asked is None:
+        raise BadName(
+            f"is no SHA-256: that is 64 hexadecimal digits, or the first {SHORT_DIGITS} of them",
+            where=digits,
+            hint=call("find", help=True),
+        )
+    wanted = asked[2].lower()
+    snapshots = {
+        note.snapshot_id()
+        for note in stored(catalog).values()
+        for _, digest in _told(note)
+        if digest.startswith(wanted)
+    }
+    files = [
+        file_digest(id, path, digest, names)
+        for id in snapshots
+        for path, digest in noted(catalog, id).items()
+        if digest.startswith(wanted)
+    ]
+    return sorted(files, key=lambda one: (not one.refs, one.refs, one.snapshot, one.path))
+
+
+def file_digest(
+    snapshot: SnapshotId, path: str, digest: str, names: Mapping[SnapshotId, Sequence[str]]
+) -> FileDigest:
+    """Report the digest of one file."""
+    return FileDigest(snapshot, path, digest, digest[:SHORT_DIGITS], tuple(names.get(snapshot, ())))
+
+
+def _told(note: Note) -> Iterator[tuple[str, str]]:
+    """Yield path and digest if a note tells one."""
+    path = digested_path(note.key)
+    if note.form == VALUE and path is not None and isinstance(note.value, str):
+        yield path, note.value
