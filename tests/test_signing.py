@@ -65,7 +65,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(root: Path) -> None:
     """A checkpoint, and a store that has it, closed."""
     write_safetensors(
-        root / "a" / "m.safetensors", [("w", "U8", (200_000,), bytes(range(250)) * 800)]
+        root / "a" / "model.safetensors", [("w", "U8", (200_000,), bytes(range(250)) * 800)]
     )
     with Store.init(root / "store", block_size=BLOCK) as store:
         store.add(root / "a", name="a")

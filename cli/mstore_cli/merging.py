@@ -393,6 +393,17 @@ class Wanted:
     strict: Strict = False
     base: Annotated[str | None, _BASE] = None
     expert: Annotated[tuple[str, ...], _EXPERT] = ()
+    blocks: Annotated[
+        tuple[str, ...],
+        Option(
+            "--blocks",
+            metavar="WEIGHTS",
+            help="Weights of the blocks of an image model (IN00, M00, ...), by which those of the "
+            "experts are multiplied: '0,0.5,1,...' in order, 'IN04=0.5,OUT*=0' by name, or the "
+            "name of weights in your settings. Once for all experts, or once for each, in order.",
+            group=WHAT,
+        ),
+    ] = ()
     with_: Annotated[
         tuple[str, ...],
         Option(
@@ -501,7 +512,7 @@ class Wanted:
         if self.recipe is not None:
             told = [option for option in _WHAT if getattr(self, option.removeprefix("--"))]
             told += ["--with"] * bool(self.with_) + ["--param"] * bool(self.param)
-            told += ["--vocab"] * (self.vocab is not None)
+            told += ["--vocab"] * (self.vocab is not None) + ["--blocks"] * bool(self.blocks)
             if told:
                 raise UsageError(
                     f"the recipe already says what to merge; leave out {', '.join(told)}",
@@ -581,6 +592,14 @@ class Wanted:
         if self.recipe is None:
             experts = with_patterns(store, limits.weighted(), limits.base, result)
             limits = dataclasses.replace(limits, experts=experts)
+            if self.blocks:
+                from mstore_cli.user_config import block_presets
+
+                presets = block_presets()
+                asked = [presets.get(one, one) for one in self.blocks]
+                with hinting_at_directories(limits):
+                    rules = store.block_rules(limits.base, limits.experts, asked)
+                limits = dataclasses.replace(limits, rules=rules)
             if self.vocab is None:
                 return limits
             from mstore import Vocabulary

@@ -12,6 +12,9 @@
     min = ["acc>=base-0.01"]
     timeout = "30m"
 
+    [blocks]                what `--blocks portrait` stands for
+    portrait = "IN*=0.4,M00=0,OUT*=0.7"
+
 Owns the keys, and how the file is read and written.  Only the command line reads it; what a command
 line or an MSTORE_* variable says wins.  The file is data, read up to a limit, and has to be the
 user's or root's.  A key or value that this version does not know is an error that names the line:
@@ -154,16 +157,34 @@ GATES: Final = "gates"
 """The table of gates; `config --user` keeps it, and only an editor changes it."""
 
 
+BLOCKS: Final = "blocks"
+"""The table of weights of network blocks, by names of the user's; kept as that of gates."""
+
+
 def gates() -> dict[str, GateConfig]:
     """Return the user's gates by name.  Raises as `read`."""
     text = _text(path())
-    return {name: _gate(name, value, text) for name, value in _tables(text).items()}
+    tables = _tables(GATES, "gates are tables, as [gates.NAME]", text)
+    return {name: _gate(name, value, text) for name, value in tables.items()}
 
 
-def _tables(text: str) -> dict[str, Any]:
-    found = _parsed(text).get(GATES, {})
+def block_presets() -> dict[str, str]:
+    """Return the user's weights of network blocks by name, as `--blocks` takes them."""
+    return _presets(_text(path()))
+
+
+def _presets(text: str) -> dict[str, str]:
+    usual = '[blocks] has lines as NAME = "0,0.5,1"'
+    found = _tables(BLOCKS, usual, text)
+    if not all(isinstance(one, str) for one in found.values()):
+        raise _refused(usual, _line_of(BLOCKS, text))
+    return found
+
+
+def _tables(name: str, usual: str, text: str) -> dict[str, Any]:
+    found = _parsed(text).get(name, {})
     if not isinstance(found, dict):
-        raise _refused("gates are tables, as [gates.NAME]", _line_of(GATES, text))
+        raise _refused(usual, _line_of(name, text))
     return found
 
 
@@ -188,10 +209,12 @@ def _gate(name: str, given: Any, text: str) -> GateConfig:
     return GateConfig(tuple(words), tuple(lists["score"]), tuple(lists["min"]), timeout)
 
 
-def _gates_text(tables: Mapping[str, Any]) -> str:
-    """Return the tables of gates as TOML."""
-    lines = []
-    for name, table in tables.items():
+def _tables_text(text: str) -> str:
+    """Return the tables of gates and of network blocks as TOML, from all that the file says."""
+    presets = _presets(text)
+    lines = [f"\n[{BLOCKS}]\n"] if presets else []
+    lines += [f"{_quoted(name)} = {_quoted(value)}\n" for name, value in presets.items()]
+    for name, table in _tables(GATES, "", text).items():
         lines.append(f"\n[{GATES}.{_quoted(name)}]\n")
         for key, value in table.items():
             told = f"[{', '.join(map(_quoted, value))}]" if isinstance(value, list) else ""
@@ -270,7 +293,7 @@ def read() -> dict[str, Value]:
     found: dict[str, Value] = {name: key.kind() for name, key in KEYS.items()}
     text = _text(path())
     for name, value in _parsed(text).items():
-        if name != GATES:
+        if name not in (GATES, BLOCKS):
             found[name] = _checked(name, value, _line_of(name, text))
     return found
 
@@ -426,7 +449,7 @@ def _write(settings: Mapping[str, Value]) -> None:
         elif texts:
             inside = "".join(f"    {text},\n" for text in texts)
             lines.append(f"{name} = [\n{inside}]\n")
-    text = "".join(lines) + _gates_text(_tables(_text(path())))
+    text = "".join(lines) + _tables_text(_text(path()))
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from mstore.api.exchanging import Exchanging
 from mstore.api.open_store import thread_count
+from mstore.checkpoint.models import split_name
 from mstore.store import contents, refs
 from mstore.store import layout as layouts
 from mstore.store.contents import placing_damage
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         Experts,
         MergeRequest,
         RecipeRequest,
+        TensorRule,
         Transplant,
         Vocabulary,
     )
@@ -168,6 +170,38 @@ class Merging(Exchanging):
                 raise BadRequest("it has not one stack of layers", where=name)
             models.append(Shuffled(name, weight, layers))
         return shuffled(models, seed, full_random=full_random)
+
+    def block_rules(
+        self,
+        base: Revision,
+        experts: Experts,
+        blocks: Sequence[str | Sequence[float] | Mapping[str, float]],
+    ) -> tuple[TensorRule, ...]:
+        """Return the rules of a merge whose weights differ by network block of an image model.
+
+        base, experts: as for `MergeRequest`; give it the rules, too.
+        blocks: once for all experts, or for each, the weights of the blocks: numbers in the order
+        of the layout (`network_blocks`), or by name or pattern, or either as text. The weight of an
+        expert in a block is its own, times that of the block.
+
+        Raises BadRequest, Incompatible (no image model that is known), NotFound.
+        """
+        from mstore.models.network_blocks import layout_of
+        from mstore.terms.requests import weighted
+
+        asked = self._whole(base)
+        tensors = tensors_of(self._catalog, self._catalog.manifest_of(asked.snapshot))
+        if asked.model is not None:
+            tensors = {one: id for one, id in tensors.items() if split_name(one)[0] == asked.model}
+        layout = layout_of(tensors, asked.name)
+        weights = [weight for _, weight in weighted(experts)]
+        told = [layout.weights(one) for one in blocks]
+        if len(told) not in (1, len(weights)):
+            raise BadRequest(
+                f"weights of blocks are given once or once for each expert, not {len(told)} times",
+                where=Option("blocks"),
+            )
+        return layout.rules(weights, told * len(weights) if len(told) == 1 else told)
 
     def _layers_of(self, revision: Revision) -> int | None:
         """Return how many layers the main stack of a model has; None if it has none, or several."""
