@@ -198,13 +198,14 @@ _TEXT = st.text(st.characters(codec="utf-8"), min_size=1)
 def test_gates_are_kept(
     name: str, gate: dict[str, object], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A change of another setting writes tables of gates again, whatever text is in them."""
+    """A change of another setting writes the tables again, whatever text is in them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("own")))
         kept = user_config.path()
         kept.parent.mkdir(parents=True)
-        kept.write_text(user_config._gates_text({name: gate}))
+        kept.write_text(user_config._tables_text({name: gate}, {name: name}))
         user_config.add("author", ["ada"])
         assert tomllib.loads(kept.read_text())["gates"] == {name: gate}
+        assert user_config.block_presets() == {name: name}
         found = user_config.gates()[name]
         assert list(found.command) == gate["command"]

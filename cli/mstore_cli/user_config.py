@@ -209,12 +209,11 @@ def _gate(name: str, given: Any, text: str) -> GateConfig:
     return GateConfig(tuple(words), tuple(lists["score"]), tuple(lists["min"]), timeout)
 
 
-def _tables_text(text: str) -> str:
-    """Return the tables of gates and of network blocks as TOML, from all that the file says."""
-    presets = _presets(text)
+def _tables_text(gates: Mapping[str, Any], presets: Mapping[str, str]) -> str:
+    """Return the tables of gates and of network blocks as TOML."""
     lines = [f"\n[{BLOCKS}]\n"] if presets else []
     lines += [f"{_quoted(name)} = {_quoted(value)}\n" for name, value in presets.items()]
-    for name, table in _tables(GATES, "", text).items():
+    for name, table in gates.items():
         lines.append(f"\n[{GATES}.{_quoted(name)}]\n")
         for key, value in table.items():
             told = f"[{', '.join(map(_quoted, value))}]" if isinstance(value, list) else ""
@@ -449,7 +448,8 @@ def _write(settings: Mapping[str, Value]) -> None:
         elif texts:
             inside = "".join(f"    {text},\n" for text in texts)
             lines.append(f"{name} = [\n{inside}]\n")
-    text = "".join(lines) + _tables_text(_text(path()))
+    kept = _text(path())
+    text = "".join(lines) + _tables_text(_tables(GATES, "", kept), _presets(kept))
     try:
         text.encode()
     except UnicodeEncodeError as error:
