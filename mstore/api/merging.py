@@ -455,10 +455,12 @@ class Merging(Exchanging):
         return plan_reports(self._catalog)
 
     def _resolved(self, request: MergeRequest) -> Request:
+        from mstore.merge.planning.flatten import flattened
         from mstore.merge.planning.request import resolve
         from mstore.terms.requests import require_types
 
         require_types(request)
+        request = flattened(self._catalog, request)
         experts = [self._input(revision) for revision, _ in request.weighted()]
         return resolve(
             request,

@@ -1,0 +1,249 @@
+"""Merges of virtual merges, as one merge of the models that these were made of.
+
+A weighted sum of weighted sums is a weighted sum: its weights are products, tensor by tensor.  So a
+virtual merge by `task_arithmetic` or `linear` may be the base or an expert of another such merge.
+The result is computed in one pass from stored models, with no rounding between, and a chain of
+merges stores only its last (docs/design/060-merges-of-merges.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from mstore.merge.methods import registry
+from mstore.merge.methods.method import Operation
+from mstore.merge.planning.request import Request, resolve
+from mstore.models.adapters.targets import has_keys, is_adapter
+from mstore.models.network_blocks import patterns_of
+from mstore.store.catalog import Catalog
+from mstore.store.models import Input, resolved, tensors_of
+from mstore.store.objects.plan import DROPPED, OMITTED, Plan
+from mstore.store.objects.shapes import matching
+from mstore.store.plans import sources_of_merge
+from mstore.terms.errors import BadRequest, Incompatible, MstoreError
+from mstore.terms.ids import ManifestId, PlanId, SnapshotId
+from mstore.terms.phrases import call
+from mstore.terms.requests import MergeRequest, TensorRule
+
+_EXACT = 1e-6
+"""How far from 1 the sum of the weights of `linear` may be: they are float32."""
+
+
+class _Model(NamedTuple):
+    """A stored model: its snapshot, and which of its models, None for namesakes."""
+
+    snapshot: SnapshotId
+    model: str | None
+
+
+_Sum = Mapping[_Model, float]
+"""Stored models and their weights, which add up to 1."""
+
+
+class _Virtual(NamedTuple):
+    """A virtual merge as weighted sums.
+
+    inputs: the models that it is of, the base first, by the names that they have. of: what each
+    tensor is. adapters: whether experts are adapters, which mean something with this base alone.
+    """
+
+    inputs: Mapping[_Model, str]
+    of: Mapping[str, _Sum]
+    adapters: bool
+    dtype: str | None
+    allow_missing: bool
+
+    @property
+    def base(self) -> _Model:
+        return next(iter(self.inputs))
+
+
+def flattened(catalog: Catalog, request: MergeRequest) -> MergeRequest:
+    """Return a merge of stored models that is the same; the request itself if all are stored.
+
+    Raises BadRequest if a virtual merge, or this one, is no weighted sum, and as `resolved` and
+    `resolve` do.
+    """
+    named = [request.base, *(revision for revision, _ in request.weighted())]
+    inputs = [resolved(catalog, revision) for revision in named]
+    virtual = {
+        one: _virtual(catalog, one)
+        for one in dict.fromkeys(inputs)
+        if catalog.snapshot(one.snapshot).is_virtual
+    }
+    if not virtual:
+        return request
+    if request.companions or request.outputs or request.layers:
+        raise _refused([*virtual], "and only weighted sums of virtual merges are merged again")
+    names: dict[_Model, str] = {}
+    for one in inputs:
+        told = virtual.get(one)
+        names |= {_model(one): one.name} if told is None else told.inputs
+    base = next(iter(names))
+    for one, told in virtual.items():
+        if told.adapters and told.base != base:
+            raise _refused([one], f"of adapters of {names[told.base]}; this merge has another base")
+    asked = resolve(request, base=inputs[0], experts=inputs[1:])
+    sums = _sums(catalog, asked, virtual)
+    used = {model for total, _ in sums.values() for model, weight in total.items() if weight}
+    experts = [model for model in names if model != base and model in used] or [*names][1:2]
+    groups: dict[tuple[tuple[float, ...], str | None], list[str]] = {}
+    for tensor, (total, dtype) in sums.items():
+        weights = tuple(total.get(model, 0.0) for model in experts)
+        groups.setdefault((weights, dtype), []).append(tensor)
+    most, dtype = max(groups, key=lambda group: len(groups[group]))
+    return replace(
+        request,
+        base=names[base],
+        experts=tuple((names[model], w) for model, w in zip(experts, most, strict=True)),
+        method="task_arithmetic",
+        parameters={},
+        rules=tuple(
+            TensorRule(tensors=patterns_of(tensors, sums), weights=weights, dtype=own)
+            for (weights, own), tensors in groups.items()
+            if (weights, own) != (most, dtype)
+        ),
+        dtype=dtype,
+        only=(),
+        skip=(),
+        allow_missing=asked.allow_missing or any(one.allow_missing for one in virtual.values()),
+    )
+
+
+def _sums(
+    catalog: Catalog, asked: Request, virtual: Mapping[Input, _Virtual]
+) -> dict[str, tuple[_Sum, str | None]]:
+    """Return what each tensor of the result is a sum of, and its type, None for the base's."""
+    every = tensors_of(catalog, catalog.manifest_of(asked.base.snapshot))
+    merged = matching(every, asked.only) if asked.only else set(every)
+    merged -= matching(every, asked.skip)
+    above = virtual.get(asked.base)
+    found: dict[str, tuple[_Sum, str | None]] = {}
+    for tensor in every:
+        own = _sum_of(asked.base, tensor, virtual)
+        dtype = None if above is None else above.dtype
+        if tensor not in merged:
+            found[tensor] = own, dtype
+            continue
+        operation, rule = asked.operation_of(tensor), asked.rule_of(tensor)
+        weights = linear_weights(operation)
+        if weights is None:
+            raise _refused(
+                [*virtual], f"and {operation.method.name} needs the values of its models"
+            )
+        parts = [_sum_of(expert, tensor, virtual) for expert in asked.experts]
+        found[tensor] = (
+            _weighed(own, parts, weights),
+            (rule and rule.dtype) or asked.dtype or dtype,
+        )
+    return found
+
+
+def linear_weights(operation: Operation) -> list[float] | None:
+    """Return the weight of each expert if a merge adds models up, the rest being the base's.
+
+    None if it is no such sum.
+    """
+    method, parameters = operation.method.name, operation.parameters
+    if method not in ("linear", "task_arithmetic"):
+        return None
+    weights = [float(weight) for weight in operation.given]
+    total = math.fsum(weights)
+    factor = _number(parameters, "scale") * _number(parameters, "lambda")
+    if parameters.get("normalize"):
+        if not total:
+            return None
+        factor /= total
+    elif method == "linear" and abs(total - 1) > _EXACT:
+        return None
+    return [weight * factor for weight in weights]
+
+
+def _number(parameters: Mapping[str, object], name: str) -> float:
+    value = parameters.get(name, 1.0)
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def _weighed(base: _Sum, experts: Sequence[_Sum], weights: Sequence[float]) -> _Sum:
+    """Return a sum of sums: the experts' by their weights, the base's for the rest."""
+    total: dict[_Model, float] = {}
+    rest = 1.0 - math.fsum(weights)
+    for one, weight in zip((base, *experts), (rest, *weights), strict=True):
+        for model, own in one.items():
+            total[model] = total.get(model, 0.0) + own * weight
+    return total
+
+
+def _sum_of(one: Input, tensor: str, virtual: Mapping[Input, _Virtual]) -> _Sum:
+    """Return what a tensor of an input is a sum of."""
+    above = virtual.get(one)
+    if above is None:
+        return {_model(one): 1.0}
+    found = above.of.get(tensor)
+    if found is None:
+        raise Incompatible(f"{tensor} is missing", where=one.name)
+    return found
+
+
+def _model(one: Input) -> _Model:
+    return _Model(one.snapshot, one.model)
+
+
+def _refused(where: Sequence[Input], why: str) -> BadRequest:
+    name = where[0].name
+    return BadRequest(f"is a virtual merge, {why}", where=name, hint=call("materialize", name))
+
+
+# -- what a virtual merge is -----------------------------------------------------------------------
+
+
+def _virtual(catalog: Catalog, one: Input) -> _Virtual:
+    """Return a virtual merge as weighted sums.  Raises BadRequest if it is none."""
+    record = catalog.snapshot(one.snapshot)
+    assert record.plan is not None
+    plan = catalog.record(Plan, PlanId(record.plan))
+    if one.model is not None or plan.companions or plan.is_assembly or plan.without:
+        raise _refused([one], "and no weighted sum of whole snapshots")
+    told = sources_of_merge(catalog, PlanId(record.plan), plan, record)
+    models, names = [], {}
+    for source, given in zip((told.base, *told.experts), plan.inputs, strict=True):
+        models.append(_Model(source.snapshot_id(), given.model))
+        name = _name(catalog, source.name, source.snapshot_id())
+        names[models[-1]] = name if given.model is None else f"{name}:{given.model}"
+    base, *experts = ({model: 1.0} for model in models)
+    operations = registry.Operations(plan)
+    known: dict[int, _Sum] = {}
+    of: dict[str, _Sum] = {}
+    for tensor in plan.tensors:
+        if tensor.sources or tensor.dtype is not None:
+            raise _refused([one], "and some of its tensors have other names or types")
+        if any({OMITTED, DROPPED} & {*states} for states in tensor.states):
+            raise _refused([one], "whose plan leaves chunks out")
+        if tensor.operation not in known:
+            weights = linear_weights(operations.of(tensor))
+            if weights is None:
+                name = plan.operation_of(tensor).method
+                raise _refused([one], f"and {name} makes no weighted sum of its models")
+            known[tensor.operation] = _weighed(base, experts, weights)
+        of[tensor.name] = known[tensor.operation]
+    every = tensors_of(catalog, catalog.manifest(plan.base_id()))
+    of = {name: of.get(name, base) for name in every}
+    adapters = any(_is_adapter(catalog, expert.manifest_id()) for expert in plan.experts)
+    return _Virtual(names, of, adapters, plan.dtype, plan.allow_missing)
+
+
+def _is_adapter(catalog: Catalog, content: ManifestId) -> bool:
+    names: Iterable[str] = tensors_of(catalog, catalog.manifest(content))
+    return is_adapter(names) or has_keys(names)
+
+
+def _name(catalog: Catalog, name: str, snapshot: SnapshotId) -> str:
+    """Return what means this snapshot: its name, or its id if the name means another by now."""
+    try:
+        return name if catalog.resolve(name) == snapshot else str(snapshot)
+    except MstoreError:
+        return str(snapshot)
