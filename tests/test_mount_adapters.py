@@ -18,8 +18,8 @@ from small_models import files_of, small_model
 
 from mstore import Store
 from mstore.terms.errors import BadRequest, Corrupt, Unavailable
-from mstore_fuse.adapters import AdaptersTree
 from mstore_fuse.driver import EVERY
+from mstore_fuse.folders import AdapterFolder, FolderTree
 from mstore_fuse.fuse_driver import require_fuse
 from mstore_fuse.mounts import mount, mounts, unmount
 from mstore_fuse.tree import NOTHING
@@ -159,7 +159,7 @@ def test_one_that_cannot_be_read_hides_no_other(
         return view(revision)
 
     monkeypatch.setattr(store, "view", damaged)
-    tree = AdaptersTree(store, EVERY, None, NOTHING, show_about=False)
+    tree = FolderTree(store, EVERY, AdapterFolder(None), NOTHING)
     assert [name for name, _ in tree.children("")] == ["loras"]
     assert [name for name, _ in tree.children("loras")] == ["code", "math"]
     assert "other is not shown: a manifest: flipped" in caplog.text

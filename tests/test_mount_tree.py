@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mstore.terms.errors import Corrupt, NotFound
 from mstore.terms.ids import Buffer
-from mstore_fuse.store_tree import BelowTree, StoreTree
+from mstore_fuse.store_tree import RefTree, StoreTree
 from mstore_fuse.tree import MountTree, OpenFile, SnapshotTree, inode_of
 
 A, B = "a" * 64, "b" * 64
@@ -260,7 +260,7 @@ def test_names_may_be_remembered_only_where_nothing_moves(store: Store) -> None:
     assert [tree.absent_for(path) for path in ("x", "refs/x", "snapshots/x", "refs/main/x")] == [
         0
     ] * 4
-    assert BelowTree(tree, "refs").lasts("main") == 0
+    assert RefTree(tree, "main").lasts("") == 0
 
 
 def test_directories_are_not_opened_as_files(store: Store) -> None:
@@ -293,3 +293,12 @@ def test_what_is_open_is_held(store: Store) -> None:
     assert store.held == [A]
     tree.release(second)
     assert store.held == []
+
+
+def test_directories_of_a_store_keep_their_times(store: Store) -> None:
+    """The kernel keeps them: refs that come and go change no time."""
+    tree = StoreTree(store, max_age=0)
+    was = {path: tree.entry(path) for path in ("", "refs", "refs/llama", "snapshots")}
+    store.pointers |= {"llama/new": B, "other": B}
+    assert "new" in names(tree, "refs/llama")
+    assert {path: tree.entry(path) for path in was} == was

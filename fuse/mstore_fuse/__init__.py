@@ -10,7 +10,8 @@ connection    a mount's requests, from the kernel to `operations`, and threads f
 protocol      these requests and their answers as bytes
 operations    paths, handles and errno -> tree and view
 tree          names, attributes and inodes of one snapshot
-store_tree    the same of a whole store, and of a ref that is followed
+store_tree    the same of what refs show: of a whole store, and of a ref that is followed
+folders       of the models of a store, as programs look for them
 about         what is told of a snapshot beside its files
 readahead     when to read ahead
 

@@ -35,8 +35,8 @@ from mstore.terms.errors import BadRequest, MstoreError, StorageFailed, Unavaila
 from mstore.terms.phrases import Option, call, to_json
 from mstore_fuse import connection, mount_table
 from mstore_fuse.about import AboutStore
-from mstore_fuse.adapters import AdaptersTree
-from mstore_fuse.driver import MountRequest
+from mstore_fuse.driver import FolderName, MountRequest
+from mstore_fuse.folders import AdapterFolder, FolderTree, ModelFolder
 from mstore_fuse.fuse_driver import MountedSnapshot, parser, request_of
 from mstore_fuse.operations import FuseOperations
 from mstore_fuse.store_tree import RefTree, StoreTree
@@ -134,9 +134,10 @@ class Daemon:
         revision = self.request.revision
         if revision is None:
             return StoreTree(store, about, show_about=shown)
-        if self.request.adapters:
-            base = self.request.served_base
-            return AdaptersTree(store, revision, base, about, show_about=shown)
+        if self.request.folder is not None:
+            is_models = self.request.folder is FolderName.MODELS
+            folder = ModelFolder() if is_models else AdapterFolder(self.request.served_base)
+            return FolderTree(store, revision, folder, about, show_about=shown)
         if self.request.follow:
             if revision not in store.ref_ids():
                 # An unknown revision is the more useful error.

@@ -37,6 +37,13 @@ class DriverName(StrEnum):
     AUTO = "auto"
 
 
+class FolderName(StrEnum):
+    """What kind of models a folder shows, in the form in which programs look for them."""
+
+    ADAPTERS = "adapters"
+    MODELS = "models"
+
+
 class Verify(StrEnum):
     """When blocks are checked against their ids.
 
@@ -53,7 +60,7 @@ class Verify(StrEnum):
 class MountRequest:
     """What to mount, where and how; the fields are the arguments of `mounts.mount`.
 
-    revision: None for the whole store; a pattern of refs, if adapters are shown.
+    revision: None for the whole store; a pattern of refs, for a folder.
     """
 
     store: Path
@@ -67,7 +74,7 @@ class MountRequest:
     cache_bytes: int | None = None
     verify: str = Verify.ONCE
     follow: bool = False
-    adapters: bool = False
+    folder: FolderName | None = None
     served_base: str | None = None
     show_meta: bool = False
     endpoints: tuple[str, ...] = ()
@@ -77,7 +84,7 @@ class MountRequest:
     @property
     def shown(self) -> str | None:
         """What is shown, as `MountInfo.revision` tells it."""
-        return f"adapters {self.revision}" if self.adapters else self.revision
+        return self.revision if self.folder is None else f"{self.folder} {self.revision}"
 
 
 class MountInfo(msgspec.Struct, frozen=True):
@@ -92,7 +99,7 @@ class MountInfo(msgspec.Struct, frozen=True):
     store: Path
     """the store"""
     revision: str | None
-    """what is shown; `adapters PATTERN`: the adapters of these refs; None: the whole store"""
+    """what is shown; `adapters PATTERN`, `models PATTERN`: of these refs; None: the whole store"""
     pid: int | None
     """the process that serves it; None if that has ended, or if the kernel does"""
     alive: bool

@@ -35,7 +35,7 @@ from mstore.terms.errors import BadRequest, MstoreError, StorageFailed, Unavaila
 from mstore.terms.phrases import Option, Phrase, call, from_json, joined, phrase
 from mstore_fuse import mount_table, readahead
 from mstore_fuse.connection import DEVICE
-from mstore_fuse.driver import Driver, DriverName, MountInfo, MountRequest, Verify
+from mstore_fuse.driver import Driver, DriverName, FolderName, MountInfo, MountRequest, Verify
 from mstore_fuse.mount_table import TableEntry, escaped, unescaped
 
 WITHOUT_FUSE = phrase(
@@ -70,10 +70,13 @@ class Fuse(Driver):
         if request.follow and request.revision is None:
             what = "a mount of the whole store follows all its refs anyway"
             return BadRequest(what, where=Option("follow"))
-        if request.follow and request.adapters:
-            what = "a mount of adapters follows all their refs anyway"
+        if request.follow and request.folder is not None:
+            what = f"a mount of {request.folder} follows all their refs anyway"
             return BadRequest(what, where=Option("follow"))
-        if request.served_base is not None and not request.adapters:
+        if request.show_meta and request.folder is FolderName.MODELS:
+            what = "a mount of models has no directories of snapshots, in which it could be listed"
+            return BadRequest(what, where=Option("show_meta"))
+        if request.served_base is not None and request.folder is not FolderName.ADAPTERS:
             return BadRequest(
                 "only the configs of adapters name a base",
                 where=Option("served_base"),
@@ -220,7 +223,7 @@ def _with_log(request: MountRequest) -> MountRequest:
 
 # -- the daemon's command line ---------------------------------------------------------------------
 
-_SWITCHES = ("foreground", "allow_other", "follow", "adapters", "show_meta", "keep_again")
+_SWITCHES = ("foreground", "allow_other", "follow", "show_meta", "keep_again")
 
 
 def words(request: MountRequest) -> list[str]:
@@ -234,6 +237,8 @@ def words(request: MountRequest) -> list[str]:
         line.append(f"--cache-bytes={request.cache_bytes}")
     if request.cache_size is not None:
         line.append(f"--cache-size={request.cache_size}")
+    if request.folder is not None:
+        line.append(f"--folder={request.folder}")
     if request.served_base is not None:
         line.append(f"--served-base={request.served_base}")
     line += [f"--endpoint={one}" for one in request.endpoints]
@@ -253,6 +258,7 @@ def parser() -> ArgumentParser:
     made.add_argument("--log", type=Path, metavar="FILE")
     made.add_argument("--cache-bytes", type=int, metavar="N")
     made.add_argument("--cache-size", type=int, metavar="N")
+    made.add_argument("--folder", type=FolderName, choices=[*FolderName])
     made.add_argument("--served-base", metavar="NAME")
     made.add_argument("--endpoint", action="append", default=[], metavar="URL")
     for name in _SWITCHES:
@@ -271,6 +277,7 @@ def request_of(given: Namespace) -> MountRequest:
         cache_bytes=given.cache_bytes,
         cache_size=given.cache_size,
         endpoints=tuple(given.endpoint),
+        folder=given.folder,
         served_base=given.served_base,
         verify=given.verify,
         **{name: getattr(given, name) for name in _SWITCHES},

@@ -33,7 +33,15 @@ from mstore.terms.errors import (
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import Option, call, phrase
 from mstore_fuse import mount_table
-from mstore_fuse.driver import EVERY, Driver, DriverName, MountInfo, MountRequest, Verify
+from mstore_fuse.driver import (
+    EVERY,
+    Driver,
+    DriverName,
+    FolderName,
+    MountInfo,
+    MountRequest,
+    Verify,
+)
 from mstore_fuse.erofs.driver import Erofs
 from mstore_fuse.fuse_driver import Fuse
 
@@ -65,6 +73,7 @@ def mount(
     verify: str = "once",
     follow: bool = False,
     adapters: bool = False,
+    models: bool = False,
     served_base: str | None = None,
     show_meta: bool = False,
     endpoints: Sequence[str] = (),
@@ -84,8 +93,11 @@ def mount(
     follow: the revision is a ref, and files opened after it moves show its new snapshot.
     adapters: show those branches and tags that are adapters, each as a directory of its name, as
     vLLM and LoRAX look for them; the revision is a pattern of their names, or None for all.
-    served_base: what their configs call the base, so that an engine which serves it by this name
-    takes them; None leaves the configs as they are.
+    models: show the models of one file that branches and tags have, each as NAME.safetensors with
+    previews and the like beside it, as ComfyUI and A1111 look for them; the revision as with
+    adapters.
+    served_base: what the configs of adapters call the base, so that an engine which serves it by
+    this name takes them; None leaves the configs as they are.
     show_meta: list the directory `.mstore` of a snapshot, which is found by name in any case.
     endpoints: as for `Store.trust`, if the store is lazy; credentials and MSTORE_TOKEN come from
     the environment. cache_size, keep_again: as `Store.cache_bytes_on_disk` and
@@ -103,9 +115,14 @@ def mount(
     Corrupt (a block that `erofs` would show), and what opening the store and finding the revision
     raise.
     """
+    if adapters and models:
+        what = "a mount shows adapters or models, not both"
+        raise BadRequest(what, where=Option("models"))
+    kinds = {FolderName.ADAPTERS: adapters, FolderName.MODELS: models}
+    folder = next((kind for kind, is_asked in kinds.items() if is_asked), None)
     request = MountRequest(
         store=Path(os.path.realpath(store_path)),
-        revision=EVERY if adapters and revision is None else revision,
+        revision=EVERY if folder and revision is None else revision,
         mountpoint=mountpoint,
         driver=_one_of(DriverName, "driver", driver),
         foreground=foreground,
@@ -115,7 +132,7 @@ def mount(
         cache_bytes=cache_bytes,
         verify=_one_of(Verify, "verify", verify),
         follow=follow,
-        adapters=adapters,
+        folder=folder,
         served_base=served_base,
         show_meta=show_meta,
         endpoints=tuple(endpoints),

@@ -44,11 +44,10 @@ from mstore.terms.ids import Buffer
 from mstore_fuse.connection import Opened
 from mstore_fuse.protocol import Room, Status
 from mstore_fuse.readahead import Sequence
-from mstore_fuse.tree import BLOCK, Attributes, MountTree, OpenFile
+from mstore_fuse.tree import BLOCK, NAME_MAX, Attributes, MountTree, OpenFile
 
 _PREFERRED_READ = 1 << 20
 _STATFS_UNIT = 4096
-_NAME_MAX = 255
 _SAID_AT_MOST = 1000
 _LABEL = "user.mstore."
 _OF_PATHS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -69,7 +68,7 @@ def _answers_errno(
         try:
             return operation(self, path, *args, **kwargs)
         except NotFound as error:
-            is_long = any(len(os.fsencode(name)) > _NAME_MAX for name in path.split("/"))
+            is_long = any(len(os.fsencode(name)) > NAME_MAX for name in path.split("/"))
             code = errno.ENAMETOOLONG if is_long else errno.ENOENT
             raise OSError(code, str(error)) from error
         except _NoSuchLabel:
@@ -242,7 +241,7 @@ class FuseOperations:
         """statvfs(3): a full file system, because nothing can be written."""
         totals = self._tree.totals()
         blocks = -(-totals.size // _STATFS_UNIT)
-        return Room(_PREFERRED_READ, _STATFS_UNIT, blocks, totals.files, _NAME_MAX)
+        return Room(_PREFERRED_READ, _STATFS_UNIT, blocks, totals.files, NAME_MAX)
 
 
 def _mode(entry: Attributes) -> int:

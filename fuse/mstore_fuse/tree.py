@@ -5,7 +5,7 @@
     /...                    /snapshots/<64 hex>/...         every snapshot, read when first entered
 
     a ref that is followed: the files of /refs/<name> at the top (`RefTree`)
-    adapters: /<name>/adapter_config.json, the refs that are adapters (`adapters`)
+    a folder: the refs that hold models of one kind, as programs look for them (`folders`)
 
 Owns names, attributes and inode numbers. Does not know FUSE, and reads no bytes of files. There are
 no links of any kind. An inode number is a hash of (snapshot id, path), so it is the same in every
@@ -18,7 +18,7 @@ that and nothing else: what was added comes first.
 
 **Refs move while they are read.** A node is a path (`connection`), and the kernel keeps one size
 and one page cache for it. So the two snapshots that `refs/main` means before and after a move share
-them. `StoreTree` separates them by two rules. While any file below a ref is open, the ref stays at
+them. `MovingTree` separates them by two rules. While any file below a ref is open, the ref stays at
 that snapshot (nothing open ever changes). The first open after a move gets `keep_cache=False`,
 which drops the pages of the other snapshot, and so does every open until one of those has answered
 (`settled`). The kernel must not keep names and attributes here (`lasts`).
@@ -42,6 +42,9 @@ from mstore.terms.ids import Buffer
 
 BLOCK = 512
 """Unit of st_blocks, whatever the file system."""
+
+NAME_MAX = 255
+"""Bytes that a name may have."""
 
 IMMUTABLE_FOR = 3600.0
 """Seconds for which the kernel may keep names and attributes that never change."""
@@ -177,9 +180,9 @@ class ShownAmounts(msgspec.Struct, frozen=True):
 class OpenFile:
     """One open of one file: whose bytes, and whether the kernel's cached pages are of these.
 
-    `mounted` is the path in the mount, `path` the one in the snapshot, `ref` the ref that stays at
-    this snapshot until `release`. `content` holds the bytes of a file that is not in the snapshot,
-    but about it or in place of one.
+    `mounted` is the path in the mount, `path` the one in the snapshot, `at` the path in the mount
+    that goes on to show this snapshot until `release`, if any could show another one. `content`
+    holds the bytes of a file that is not in the snapshot, but about it or in place of one.
     """
 
     view: MountView
@@ -188,7 +191,7 @@ class OpenFile:
     keep_cache: bool
     mounted: str
     snapshot: str
-    ref: str | None
+    at: str | None
     content: bytes | None = None
 
 
@@ -323,9 +326,9 @@ class SnapshotTree:
         return [(name, self.entry(prefix + name)) for name in names]
 
     def open(self, path: str) -> OpenFile:
-        return self.open_as(path, mounted=path, keep_cache=True, ref=None)
+        return self.open_as(path, mounted=path, keep_cache=True, at=None)
 
-    def open_as(self, path: str, *, mounted: str, keep_cache: bool, ref: str | None) -> OpenFile:
+    def open_as(self, path: str, *, mounted: str, keep_cache: bool, at: str | None) -> OpenFile:
         """Open for an enclosing tree, in which the file is called `mounted`."""
         entry = self.entry(path)
         if entry.is_directory:
@@ -334,7 +337,7 @@ class SnapshotTree:
         if path in self._made:
             content = self._content(path)
         return OpenFile(
-            self._view, path, entry.size, keep_cache, mounted, self._snapshot, ref, content
+            self._view, path, entry.size, keep_cache, mounted, self._snapshot, at, content
         )
 
     def settled(self, file: OpenFile) -> None:
@@ -344,6 +347,11 @@ class SnapshotTree:
         """Do nothing: nothing is held."""
 
     def stored(self, path: str) -> int:
+        counted = self.counted(path)
+        return self.entry(path).size if counted is None else counted
+
+    def counted(self, path: str) -> int | None:
+        """Return the bytes that a file takes at rest; None if they are unknown, perhaps for now."""
         known = self._stored.get(path)
         if known is not None:
             return known
@@ -354,9 +362,9 @@ class SnapshotTree:
             told = self._about.stored(self._view, path)
         except MstoreError:
             # Whoever reads the file is told what is wrong; `ls` need not fail.
-            return size
+            return None
         if told is None:
-            return size
+            return None
         # Zero would tell programs that the file is one hole, and they would not read it.
         known = self._stored[path] = max(1, told)
         return known

@@ -70,8 +70,8 @@ class Erofs(Driver):
 def _refused(request: MountRequest) -> str | None:
     if request.verify == Verify.ALWAYS:
         return "the kernel reads packs itself, so driver erofs cannot check blocks at each read"
-    if request.adapters:
-        return "driver erofs shows one snapshot, not the adapters of a store"
+    if request.folder is not None:
+        return f"driver erofs shows one snapshot, not the {request.folder} of a store"
     if request.revision is None:
         return "driver erofs shows one snapshot, not the whole store"
     if request.follow:
