@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_index, write_safetensors
+from cli_runs import Program
 from mount_drivers import on_disk
 from safetensors import safe_open
 from small_models import files_of
@@ -319,3 +320,14 @@ def test_what_is_refused(store: Store, place: Path) -> None:
     ):
         with pytest.raises(BadRequest, match=what):
             mount(store.path, "*", place, models=True, **options)  # type: ignore[arg-type]
+
+
+def test_from_the_command_line(store: Store, place: Path) -> None:
+    """`--models` takes a directory, or a pattern and a directory, and says how to use it."""
+    program = Program(store.path)
+    done = program.succeed("mount", "--models", "mixes/*", place)
+    assert f"--ckpt-dir {place}" in done.out
+    assert list(files_of(place)) == ["mixes/a.safetensors"]
+    assert "models mixes/*" in program("mounts").out
+    for wrong in (("--models", "--all", place), ("--models", "--adapters", place), ("--models",)):
+        assert program("mount", *wrong).status == 2

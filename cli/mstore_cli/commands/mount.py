@@ -35,7 +35,8 @@ def mount(
         Argument(
             metavar="[REF[:MODEL]] DIR",
             help="The snapshot, or one model of it, and an empty directory; with --all only the "
-            "directory; with --adapters a pattern of refs [default: all] and the directory.",
+            "directory; with --adapters and --models a pattern of refs [default: all] and the "
+            "directory.",
             shell_complete=completion.mounted,
         ),
     ],
@@ -48,6 +49,14 @@ def mount(
             "--adapters",
             help="Show the branches and tags that are LoRA adapters, as vLLM and LoRAX look for "
             "them: DIR/REF/adapter_config.json.",
+        ),
+    ] = False,
+    models: Annotated[
+        bool,
+        Option(
+            "--models",
+            help="Show the models of one file that branches and tags have, as ComfyUI and A1111 "
+            "look for them: DIR/REF.safetensors.",
         ),
     ] = False,
     served_base: Annotated[
@@ -98,14 +107,15 @@ def mount(
 ) -> None:
     """Show a snapshot, one model or the store as a directory.
 
-    With --adapters it shows the adapters of the store. The directory is read-only. Paths of
+    With --adapters or --models it shows those of the store. The directory is read-only. Paths of
     REF:MODEL begin in the model's directory. The command returns when the mount works. The mount
     stays after you close the shell.
     """
-    if everything and adapters:
-        raise UsageError("give --all or --adapters, not both", hint="mstore mount --help")
-    fits = len(target) == 1 if everything else len(target) == 2 or (adapters and len(target) == 1)
-    if not fits:
+    if everything + adapters + models > 1:
+        what = "give one of --all, --adapters and --models"
+        raise UsageError(what, hint="mstore mount --help")
+    takes = {1} if everything else {1, 2} if adapters or models else {2}
+    if len(target) not in takes:
         wanted = "--all takes only DIR" if everything else "give REF and DIR, or --all and DIR"
         raise UsageError(wanted, hint="mstore mount --help")
     revision = target[0] if len(target) == 2 else None
@@ -132,6 +142,9 @@ def mount(
             screen.line(f"to end it: {end}")
             if adapters:
                 screen.line(f"for vLLM: VLLM_LORA_RESOLVER_CACHE_DIR={shlex.quote(place)}")
+            elif models:
+                quoted = shlex.quote(place)
+                screen.line(f"for A1111: --ckpt-dir {quoted}; ComfyUI: extra_model_paths.yaml")
             else:
                 screen.line(f"to load fast: {SERVING}")
 
@@ -157,6 +170,7 @@ def mount(
         verify=verify,
         follow=follow,
         adapters=adapters,
+        models=models,
         served_base=served_base,
         show_meta=show_meta,
         endpoints=own_endpoints(),
