@@ -18,7 +18,7 @@ from small_models import BLOCK
 
 from mstore import MergeRequest, Store
 from mstore.models.adapters.modules import _unet_blocks
-from mstore.models.network_blocks import BASE, VAE, layout_of, patterns_of
+from mstore.models.network_blocks import BASE, VAE, block_of_layer, layout_of, patterns_of
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore_cli import user_config
 
@@ -131,6 +131,15 @@ def test_other_models_are_refused() -> None:
     """A language model has no such blocks."""
     with pytest.raises(Incompatible, match="no blocks that are known"):
         layout_of(["model.layers.0.self_attn.q_proj.weight"], "llama")
+
+
+def test_layers_that_are_blocks() -> None:
+    """Reports of layers can say which block each is; layers of other models are none."""
+    assert block_of_layer(f"{D}input_blocks.4") == "IN04"
+    assert block_of_layer("unet:mid_block") == "M00"
+    assert block_of_layer("double_blocks.7") == "D07"
+    for layer in ("model.layers.3", "transformer_blocks.3", "first_stage_model.encoder", ""):
+        assert block_of_layer(layer) is None
 
 
 # -- weights -------------------------------------------------------------------------------------
@@ -256,6 +265,9 @@ def test_blocks_on_the_command_line(store: Store, tmp_path: Path) -> None:
     mstore.succeed("merge", "--recipe", recipe, "--name", "three")
     made = {name: store.show(name).manifest for name in ("one", "two", "three")}
     assert len(set(made.values())) == 1
+    for verb in ("explain", "blame"):
+        told = mstore.succeed(verb, "one", "--by", "layer").lines
+        assert any(one.startswith(f"{D}output_blocks.3  OUT03, ") for one in told)
     refused = mstore(*line, "--blocks", "0,1", "--name", "x")
     assert refused.status == 2
     assert "BASE IN00..IN11 M00 OUT00..OUT11" in refused.err

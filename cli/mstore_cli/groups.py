@@ -39,6 +39,14 @@ class Group(msgspec.Struct, frozen=True):
     rows: tuple[tuple[str, ...], ...]
 
 
+def layer_note(layer: str, note: str) -> str:
+    """Return the note behind a layer, with the network block that it is, if it is one."""
+    from mstore.models.network_blocks import block_of_layer
+
+    block = block_of_layer(layer)
+    return note if block is None else f"{block}, {note}"
+
+
 def draw_groups(
     screen: Screen, title: str, columns: Sequence[str], groups: Sequence[Group]
 ) -> None:

@@ -226,6 +226,14 @@ def layout_of(tensors: Collection[str], where: str) -> BlockLayout:
     return BlockLayout(blocks, found)
 
 
+def block_of_layer(layer: str) -> str | None:
+    """Return the network block that a layer is, as reports name layers; None if it is none."""
+    path = _path(_known(layer))
+    rules = [rule for family in _FAMILIES for rule in family.rules]
+    found = {rule.block(f"{path}.") for rule in rules} - {None} if path else set()
+    return found.pop() if len(found) == 1 else None
+
+
 def _order(family: _Family, block: str) -> int:
     kinds = [*dict.fromkeys(rule.name for rule in family.rules)]
     return kinds.index(block.rstrip("0123456789"))

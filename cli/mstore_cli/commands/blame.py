@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import pictures
 from mstore_cli.command import command
-from mstore_cli.groups import By, Group, draw_groups
+from mstore_cli.groups import By, Group, draw_groups, layer_note
 from mstore_cli.options import Argument, Option, Revision, Threads, drawing
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -90,7 +90,11 @@ def _draw(screen: Screen, report: BlameReport, by: By) -> None:
         ones = report.tensors
     elif by is By.LAYER:
         ones = report.layers
-    groups = [Group(one.name, _aside(one), _rows(one.experts, one.base_share)) for one in ones]
+    told = layer_note if by is By.LAYER else lambda _, aside: aside
+    groups = [
+        Group(one.name, told(one.name, _aside(one)), _rows(one.experts, one.base_share))
+        for one in ones
+    ]
     # With a single tensor, the total repeats it.
     if len(report.tensors) != 1 or by is By.EXPERT:
         whole = _rows(report.experts, report.base_share)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import pictures
 from mstore_cli.command import command
-from mstore_cli.groups import WIDTH, By, Group, draw_groups
+from mstore_cli.groups import WIDTH, By, Group, draw_groups, layer_note
 from mstore_cli.options import Argument, Option, Revision, drawing
 from mstore_cli.output import Column, Screen, distinct, printable, short
 from mstore_cli.plan_output import draw_plan
@@ -156,7 +156,10 @@ def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> Non
             for one in report.tensors
         ]
     elif by is By.LAYER:
-        groups = [Group(one.name, _size(one), _rows(one.experts, used)) for one in report.layers]
+        groups = [
+            Group(one.name, layer_note(one.name, _size(one)), _rows(one.experts, used))
+            for one in report.layers
+        ]
     if not detailed:
         groups.append(total)
     if groups:
