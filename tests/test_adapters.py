@@ -492,7 +492,8 @@ def store(alone: Path, tmp_path: Path) -> Iterator[Store]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"peft_type": "VERA"}, "VERA"),
+    ({"peft_type": "BOFT"}, "BOFT"),
+    ({"peft_type": "VERA"}, "lora_A.weight is not in the base"),
     ({"peft_type": ["LORA"]}, "peft_type"),
     ({"layer_replication": [[0, 2]]}, "layer_replication"),
     ({"lora_bias": True}, "lora_bias"),
@@ -600,7 +601,7 @@ def test_an_adapter_remembers_its_base(store: Store, tmp_path: Path) -> None:
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"peft_type": "IA3"}, "IA3"),
+    ({"peft_type": "IA3"}, "lora_A.weight is not in the base"),
     ({"r": 5}, "has rank 4"),
     ({"init_lora_weights": "olora"}, "olora"),
 ]
@@ -625,12 +626,12 @@ def test_adding_with_a_base_checks_all_of_an_adapter(
 
 def test_an_adapter_of_another_kind_is_named(store: Store, tmp_path: Path) -> None:
     """An adapter whose tensors are called otherwise is known by its config."""
-    tensors = {f"base_model.model.{Q0}.ia3_l": np.ones((300, 1), dtype=np.float32)}
-    config = {"adapter_config.json": {"peft_type": "IA3"}}
-    adapters.write(tmp_path / "ia3", tensors, config, "adapter_model")
-    store.add(tmp_path / "ia3", name="ia3")
-    with pytest.raises(Incompatible, match="IA3"):
-        store.plan(ask("linear", "ia3"))
+    tensors = {f"base_model.model.{Q0}.boft_R": np.ones((300, 1), dtype=np.float32)}
+    config = {"adapter_config.json": {"peft_type": "BOFT"}}
+    adapters.write(tmp_path / "boft", tensors, config, "adapter_model")
+    store.add(tmp_path / "boft", name="boft")
+    with pytest.raises(Incompatible, match="BOFT"):
+        store.plan(ask("linear", "boft"))
 
 
 def test_an_adapter_on_another_base_warns(store: Store, tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ class DeltaStatistics:
             (pair, chunk): (record, base)
             for k, pair in moving.items()
             for record in (experts[k][1],)
-            if isinstance(record, AppliedTensor) and record.magnitude is None
+            if isinstance(record, AppliedTensor) and record.is_sum
         }
 
     def _measure(

@@ -168,7 +168,7 @@ class ChunkTask(msgspec.Struct, frozen=True, eq=False, gc=False):
         tensor = self.tensor
         return (
             bool(self.rows)
-            and all(row.factors is not None and row.factors.magnitude is None for row in self.rows)
+            and all(row.factors is not None and row.factors.is_sum for row in self.rows)
             and tensor.kernel is kernels.run
             and tensor.row_factors is None
             and adapters.adds(tensor.mix)

@@ -226,6 +226,7 @@ def _after(repeat: str, fitting: int, before: int) -> int:
 CONFIG: Final = "adapter_config.json"
 MAX_CONFIG: Final = 1 << 20
 _MAX_PATTERNS: Final = 4096
+_MOST_TERMS: Final = 64
 
 # Initial values that are taken out of the base's weights: the adapter fits only that changed base.
 _CHANGED_BASE: Final = ("pissa", "olora", "corda", "loftq", "orthogonal", "lora_ga")
@@ -258,14 +259,21 @@ class _ConfigFields(msgspec.Struct, frozen=True):
     use_dora: bool = False
     fan_in_fan_out: bool = False
     init_lora_weights: bool | str | None = True
+    feedforward_modules: list[str] | str | None = None
+    save_projection: bool = True
+    coft: bool = False
+    eps: float = 6e-5
+    use_cayley_neumann: bool | None = None
+    num_cayley_neumann_terms: int | None = None
     ensure_weight_tying: bool = False
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
 
 
-LORA: Final = "LORA"
-KINDS: Final = (LORA, "LOHA", "LOKR")
-"""Kinds of adapters of PEFT that change weights by products."""
+LORA, IA3, OFT, VERA = "LORA", "IA3", "OFT", "VERA"
+_SCALED: Final = (LORA, "LOHA", "LOKR")
+KINDS: Final = (*_SCALED, IA3, OFT, VERA)
+"""Kinds of adapters of PEFT that mstore can apply."""
 
 
 class LoraConfig(msgspec.Struct, frozen=True):
@@ -273,7 +281,8 @@ class LoraConfig(msgspec.Struct, frozen=True):
 
     rank, alpha: where no pattern names a module. rank_stabilized: divide by the root of the rank.
     transposed: weights lie as [inputs, outputs], so that products must be transposed. dora: rows
-    have magnitudes of their own. tying: products of tied layers are one product.
+    have magnitudes of their own. tying: products of tied layers are one product. feedforward: ends
+    of names of layers whose inputs IA3 scales. turns: settings of OFT (`multipliers.rotations`).
     """
 
     kind: str
@@ -285,9 +294,13 @@ class LoraConfig(msgspec.Struct, frozen=True):
     tying: bool
     ranks: Patterns[int]
     alphas: Patterns[float]
+    feedforward: tuple[str, ...]
+    turns: tuple[float, float]
 
     def scale_of(self, module: str) -> float:
         """Return the factor of a module's product: alpha / rank, or alpha / sqrt(rank)."""
+        if self.kind not in _SCALED:
+            return 1.0
         rank = self.rank_of(module)
         alpha = self.alphas.value(module, self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
@@ -320,13 +333,17 @@ def parse_config(raw: bytes, where: str) -> LoraConfig:
     if len(ranks) + len(alphas) > _MAX_PATTERNS:
         raise Incompatible(f"{CONFIG} has more than {_MAX_PATTERNS} patterns", where=where)
     numbers = (found.lora_alpha, found.alpha, *alphas.values())
-    if min(found.r, *ranks.values(), 1) < 1 or not all(map(math.isfinite, numbers)):
+    rank = found.r or int(found.peft_type == OFT)
+    if min(rank, *ranks.values(), 1) < 1 or not all(map(math.isfinite, numbers)):
         raise Incompatible(f"a rank or an alpha in {CONFIG} is out of range", where=where)
     if found.use_dora and found.fan_in_fan_out:
         raise Incompatible("cannot apply DoRA to transposed weights (fan_in_fan_out)", where=where)
+    _require_whole(found, where)
+    feedforward = found.feedforward_modules or []
+    terms = (found.num_cayley_neumann_terms or 0) if found.use_cayley_neumann else 0
     return LoraConfig(
         kind=found.peft_type,
-        rank=found.r,
+        rank=rank,
         alpha=found.lora_alpha if found.peft_type == LORA else found.alpha,
         rank_stabilized=found.use_rslora,
         transposed=found.fan_in_fan_out,
@@ -334,7 +351,43 @@ def parse_config(raw: bytes, where: str) -> LoraConfig:
         tying=found.ensure_weight_tying,
         ranks=Patterns(ranks, where),
         alphas=Patterns(alphas, where),
+        feedforward=tuple(feedforward) if isinstance(feedforward, list) else (),
+        turns=(float(terms), found.eps if found.coft else 0.0),
     )
+
+
+def _require_whole(found: _ConfigFields, where: str) -> None:
+    """Raise Incompatible unless config and tensors say all about an IA3, an OFT or a VeRA."""
+    if found.peft_type == VERA and not found.save_projection:
+        raise Incompatible(
+            "the matrices A and B of VeRA are not in the file (save_projection is false): only "
+            "torch draws them again",
+            where=where,
+            hint="merge the adapter into its base with PEFT's merge_and_unload and add that model, "
+            "or train with save_projection=True",
+        )
+    if found.peft_type == IA3 and isinstance(found.feedforward_modules, str):
+        raise Incompatible(
+            f"mstore knows feedforward_modules as a list of names only, not as an expression "
+            f"({CONFIG})",
+            where=where,
+        )
+    if found.peft_type != OFT:
+        return
+    if found.use_cayley_neumann is None:
+        raise Incompatible(
+            f"an OFT of an older version of PEFT, which turns weights otherwise: its {CONFIG} has "
+            "no use_cayley_neumann",
+            where=where,
+        )
+    terms = found.num_cayley_neumann_terms
+    is_series = not found.use_cayley_neumann or (terms is not None and 1 <= terms <= _MOST_TERMS)
+    if not is_series or found.fan_in_fan_out or not 0 < found.eps < math.inf:
+        raise Incompatible(
+            "mstore does not apply an OFT with these num_cayley_neumann_terms, eps or "
+            f"fan_in_fan_out ({CONFIG})",
+            where=where,
+        )
 
 
 def named_base(raw: bytes | None) -> str | None:

@@ -19,7 +19,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.models import Input, tensors_of
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.snapshot import BASE, COMBINE, EXPERT, Parent
-from mstore.store.objects.tensor import AppliedTensor, Tensor
+from mstore.store.objects.tensor import AppliedTensor, MultipliedTensor, Tensor
 from mstore.store.transaction import Transaction
 from mstore.terms.errors import Incompatible
 from mstore.terms.ids import SnapshotId
@@ -88,6 +88,15 @@ def convert(
     whole = sorted(records.keys() - applied.keys())
     if whole:
         raise Incompatible(f"has tensors that are not products: {few(whole)}", where=adapter.name)
+    multiplied = sorted(
+        tensor for tensor, one in applied.items() if isinstance(one, MultipliedTensor)
+    )
+    if multiplied:
+        raise Incompatible(
+            f"multiplies the base, and a LoRA adds products: {few(multiplied)}",
+            where=adapter.name,
+            hint="merge it into its base, and extract-lora the result",
+        )
     dtype = dtype or _own_type(applied)
     with Transaction(catalog, f"convert {name}") as transaction:
         files = _Files(catalog, transaction, dtype, applied)

@@ -11,6 +11,7 @@ Sums are in a fixed order, in float32, so factors are the same on every machine.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -28,12 +29,15 @@ class FactorForm(NamedTuple):
     parts: what its tensors are, in their order. factors: left [rows, rank] and right [rank,
     columns] of these tensors. shape: rows, columns and rank, of their shapes; raises ValueError.
     divisor: which part has as many rows as alpha is divided by; None: a product is not scaled.
+    fits: whether a product of this shape is one for a matrix of another, from its first row and
+    column on.
     """
 
     parts: tuple[str, ...]
     factors: Callable[..., Pair]
     shape: Callable[..., Shape]
     divisor: int | None
+    fits: Callable[[Shape, Shape], bool] = operator.eq
 
 
 def _matrix(one: Singles) -> Singles:
@@ -128,6 +132,15 @@ def _lokr_at(a: Singles, b: Singles, core: Singles, c: Singles, d: Singles) -> P
     return _lokr_t(_sum(a, b), core, c, d)
 
 
+def _vera(b: Singles, up: Singles, down: Singles, d: Singles) -> Pair:
+    """b * B and d * A (Kopiczko 2023, arXiv 2310.11454): the matrices are those of all layers."""
+    return b[:, None] * up[: len(b)], d[:, None] * down
+
+
+def _vera_transposed(b: Singles, up: Singles, down: Singles, d: Singles) -> Pair:
+    return _transposed(*_vera(b, up, down, d))
+
+
 # -- shapes ---------------------------------------------------------------------------------------
 
 
@@ -167,6 +180,19 @@ def _thin_shape(one: Shape) -> Shape:
     return (*whole, min(whole))
 
 
+def _vera_shape(b: Shape, up: Shape, down: Shape, d: Shape) -> Shape:
+    [rows], [rank] = b, d
+    if up[0] < rows or up[1:] != (rank,) or down[:1] != (rank,) or len(down) != 2:
+        raise ValueError("vectors that do not fit the matrices of all layers")
+    return rows, down[1], rank
+
+
+def _vera_back(b: Shape, up: Shape, down: Shape, d: Shape) -> Shape:
+    rows, columns, rank = _vera_shape(b, up, down, d)
+    return columns, rows, rank
+
+
+_VERA = ("vera_lambda_b", "vera_B", "vera_A", "vera_lambda_d")
 _A, _B, _C, _D = "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"
 _W1, _W1A, _W1B = "lokr_w1", "lokr_w1_a", "lokr_w1_b"
 _W2, _W2A, _W2B, _T2 = "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"
@@ -226,6 +252,20 @@ FORMS: Final[Mapping[str, FactorForm]] = {
         divisor=4,
     ),
     "difference": FactorForm(("diff",), _thin, _thin_shape, divisor=None),
+    "vera": FactorForm(
+        _VERA,
+        _vera,
+        _vera_shape,
+        divisor=None,
+        fits=lambda own, wanted: own[0] == wanted[0] and own[1] >= wanted[1],
+    ),
+    "vera transposed": FactorForm(
+        _VERA,
+        _vera_transposed,
+        _vera_back,
+        divisor=None,
+        fits=lambda own, wanted: own[0] >= wanted[0] and own[1] == wanted[1],
+    ),
 }
 """By name.  The suffixes of LoHa and LoKr are those of LyCORIS."""
 
@@ -233,7 +273,7 @@ MOST_RANK: Final = 1 << 14
 """Of a product: its factors are in memory."""
 
 _BY_PARTS: Final = {
-    frozenset(form.parts): name for name, form in FORMS.items() if name != "transposed"
+    frozenset(form.parts): name for name, form in FORMS.items() if not name.endswith("transposed")
 }
 
 

@@ -302,6 +302,7 @@ class Inputs:
         )
         parts: dict[str, list[FactoredProduct]] = {}
         magnitudes: dict[str, Tensor] = {}
+        settings = {one.tensor: one.settings for one in targets.products}
         for product in targets.products:
             one = stored[base[product.tensor]]
             plan.require(product, {product.tensor: one}, found, where)
@@ -322,6 +323,7 @@ class Inputs:
                 stored[base[tensor]],
                 tuple(several),
                 magnitude=magnitudes.get(tensor),
+                settings=settings.get(tensor),
                 block_size=self._catalog.block_size,
             )
             id = record.id()

@@ -48,6 +48,9 @@ _PREFIXES: Final[Mapping[str, str]] = {
 
 _DOWN, _UP, _MAGNITUDE, ALPHA = "down", "up", "magnitude", "alpha"
 MAGNITUDE: Final = _MAGNITUDE
+_OF_LYCORIS: Final = {
+    part for form in FORMS.values() for part in form.parts if part.startswith(("hada_", "lokr_"))
+}
 _ENDS: Final[Mapping[str, str]] = {
     ".lora_down.weight": _DOWN,
     ".lora_up.weight": _UP,
@@ -66,7 +69,7 @@ _ENDS: Final[Mapping[str, str]] = {
     ".dora_scale": _MAGNITUDE,
     ".lora_magnitude_vector": _MAGNITUDE,
     ".lora_magnitude_vector.weight": _MAGNITUDE,
-    **{f".{part}": part for form in FORMS.values() for part in form.parts if "_" in part},
+    **{f".{part}": part for part in sorted(_OF_LYCORIS)},
     ".diff": "diff",
 }
 _STARTS: Final = (

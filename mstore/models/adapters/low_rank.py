@@ -2,7 +2,8 @@
 
 An element is base + scale * sum, where the sum adds the products left[i, r] * right[r, j] in
 float32, one after the other by r.  So it is the same on every machine, for any runs, and equals
-PEFT's within rounding.  DoRA then gives each row its norm.  Never holds a whole product.
+PEFT's within rounding.  DoRA then gives each row its norm.  Other adapters multiply the base
+(`multipliers`).  Never holds a whole product.
 
 Every call may run in any thread and releases the GIL for its pass.
 """
@@ -20,11 +21,12 @@ import numpy.typing as npt
 
 from mstore.blocks.reader import Meter
 from mstore.models.adapters.forms import FORMS, Pair, stacked
+from mstore.models.adapters.multipliers import MULTIPLIERS, Multiplier, VectorScale
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
 from mstore.store.catalog import Catalog
-from mstore.store.objects.tensor import AppliedTensor, FactoredProduct, Tensor
+from mstore.store.objects.tensor import AppliedTensor, FactoredProduct, MultipliedTensor, Tensor
 from mstore.store.remembered import Recent
 
 _BLOCK: Final = 32, 64
@@ -57,28 +59,38 @@ class Squares(NamedTuple):
 
 
 class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The factors of one product in memory.
+    """What an applied tensor is made of beside its base, in memory.
 
     left: float32[rows, rank]. right: float32[rank, columns]. scale: float32[1]. magnitude:
-    float32[rows] for DoRA, else None.
+    float32[rows] for DoRA, else None. multiplier: of the base, else None; then the product is
+    empty, and nothing else is applied.
     """
 
     left: Singles
     right: Singles
     scale: Singles
     magnitude: Singles | None
+    multiplier: Multiplier | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        more = 0 if self.magnitude is None else self.magnitude.nbytes
+        more = sum(one.nbytes for one in (self.magnitude, self.multiplier) if one is not None)
         return int(self.left.nbytes + self.right.nbytes + more)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether base + product is all."""
+        return self.magnitude is None and self.multiplier is None
 
     def apply(self, base: Bytes, dtype: str, first: int, n: int, out: Bytes) -> None:
         """Write elements [first, first + n) of the applied tensor: uint8[>= 4 n] of float32.
 
-        base: the stored bytes of these elements, of type `dtype`.  With magnitudes, whole rows.
+        base: the stored bytes of these elements, of type `dtype`.  Whole rows, unless it is a sum.
         """
+        if self.multiplier is not None:
+            self._multiply(self.multiplier, base, dtype, first, n, out)
+            return
         run, products, block = operands([self], [1.0], base, dtype, first, n)
         assert out.size >= 4 * n
         _apply(*run, products.ctypes.data, block.ctypes.data, out.ctypes.data)
@@ -89,6 +101,31 @@ class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
             start, rows = first // columns, n // columns
             own = self.magnitude[start : start + rows]
             _scale_rows(out.ctypes.data, rows, columns, own.ctypes.data)
+
+    def _multiply(
+        self, multiplier: Multiplier, base: Bytes, dtype: str, first: int, n: int, out: Bytes
+    ) -> None:
+        columns = self.right.shape[1]
+        assert first % columns == 0
+        assert n % columns == 0
+        found = out[: 4 * n].view(np.float32).reshape(-1, columns)
+        own = singles(base[: n * ITEMSIZES[dtype]], dtype, n).reshape(-1, columns)
+        if isinstance(multiplier, VectorScale):
+            start = first // columns
+            values = multiplier.values
+            scale = values[start : start + len(own), None] if multiplier.of_rows else values
+            with np.errstate(all="ignore"):
+                np.multiply(own, scale, out=found)
+            found[np.isnan(found)] = np.nan
+            return
+        size = multiplier.changes.shape[1]
+        for number, change in enumerate(multiplier.changes):
+            run = slice(number * size, (number + 1) * size)
+            rows = np.ascontiguousarray(own[:, run])
+            turned = Factors(rows, change, np.ones(1, np.float32), None)
+            data = np.empty(4 * rows.size, np.uint8)
+            turned.apply(rows.reshape(-1).view(np.uint8), "F32", 0, rows.size, data)
+            found[:, run] = data.view(np.float32).reshape(rows.shape)
 
     def squares(self, n: int, chunk: int) -> Squares:
         """Return sums of squares of left @ right, of n elements, and of what it is made of.
@@ -192,10 +229,19 @@ def load_factors(
     read = iter(read_singles(catalog, [one for own in records for one in own.factors], meter))
     found = []
     for record in records:
-        made = [
-            (product, FORMS[product.form].factors(*(next(read) for _ in product.factors)))
-            for product in record.products
-        ]
+        if isinstance(record, MultipliedTensor):
+            [product], shape = record.products, record.base.shape
+            form = MULTIPLIERS[product.form]
+            multiplier = form.made(shape, record.settings, *(next(read) for _ in product.factors))
+            empty = np.empty((0, math.prod(shape[1:])), np.float32)
+            rows = np.empty((shape[0], 0), np.float32)
+            found.append(Factors(rows, empty, np.ones(1, np.float32), None, multiplier))
+            continue
+        made = []
+        for product in record.products:
+            left, right = FORMS[product.form].factors(*(next(read) for _ in product.factors))
+            # Matrices of all layers are as wide as the widest.
+            made.append((product, (left, right[:, : math.prod(record.shape[1:])])))
         magnitude = None if record.magnitude is None else next(read).reshape(-1)
         found.append(_joined(made, record.shape[0], magnitude))
     return found

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 import msgspec
 
 from mstore.models.adapters.forms import FORMS, product_shape
+from mstore.models.adapters.multipliers import MULTIPLIERS
 from mstore.numeric.codes import CODES, cast_hint
 from mstore.terms.errors import Incompatible
 
@@ -39,7 +40,8 @@ class Product(msgspec.Struct, frozen=True):
     that the product is multiplied by and its rank divides. scale: what it is multiplied by, if
     a header says so; None for both: the config says.
     first, rows, at: rows of the product from `first` on come to the tensor's from `at` on, so
-    many; all if 0. total: how many the product has, if not as many as the tensor.
+    many; all if 0. total: how many the product has, if not as many as the tensor. settings: numbers
+    of the config that a multiplier needs (`multipliers`); None for a sum.
     """
 
     tensor: str
@@ -53,6 +55,7 @@ class Product(msgspec.Struct, frozen=True):
     rows: int = 0
     at: int = 0
     total: int = 0
+    settings: tuple[float, ...] | None = None
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -92,6 +95,16 @@ def require_product(
             hint=cast_hint(odd, "REF"),
         )
     shapes = [one.shape for one in theirs]
+    if product.settings is not None:
+        try:
+            MULTIPLIERS[product.form].require(own.shape, *shapes)
+        except ValueError as error:
+            raise Incompatible(
+                f"the adapter has {list(shapes[0])} for {name}, {list(own.shape)} in the base, "
+                f"which it cannot multiply ({error})",
+                where=where,
+            ) from error
+        return 0
     try:
         if len(own.shape) < 2 and product.form != "difference":
             raise ValueError("mstore applies products of matrices to matrices")
@@ -103,7 +116,7 @@ def require_product(
             where=where,
         ) from error
     wanted = product.total or own.shape[0], math.prod(own.shape[1:])
-    if (rows, columns) != wanted or not own.shape:
+    if not own.shape or not FORMS[product.form].fits((rows, columns), wanted):
         raise Incompatible(
             f"the adapter's product for {name} has shape {[rows, columns]}, the base "
             f"{list(own.shape)}",

@@ -8,12 +8,12 @@ files that are not stored yet.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 import msgspec
 
-from mstore.models.adapters.config import CONFIG, LORA, LoraConfig, parse_config
+from mstore.models.adapters.config import CONFIG, LORA, OFT, VERA, LoraConfig, parse_config
 from mstore.models.adapters.forms import FORMS, form_of
 from mstore.models.adapters.image import configs_of, targets_of_keys
 from mstore.models.adapters.keys import key_of, starts_adapter
@@ -32,6 +32,12 @@ PREFIX: Final = "base_model.model."
 # How PEFT ends the names of an adapter's tensors: for linear layers, and for embeddings.
 _LINEAR: Final = (".lora_A.weight", ".lora_B.weight")
 _EMBEDDING: Final = (".lora_embedding_A", ".lora_embedding_B")
+_TURNS: Final = {".oft_R.weight": "oft", ".oft_embedding_R.weight": "oft embedding"}
+_MULTIPLIERS: Final = (".ia3_l", *_TURNS)
+# The matrices of VeRA, for all layers.
+_ALL: Final = "base_model."
+_SHARED: Final = ("vera_A", "vera_B")
+_KINDS: Final = (*_LINEAR, *_EMBEDDING, *_MULTIPLIERS, ".vera_lambda_b")
 _MAGNITUDES: Final = (".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 _UNCHANGED: Final = ".base_layer.weight"
 # A trained bias of a layer that has a product, too.
@@ -72,8 +78,8 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 def is_adapter(names: Iterable[str]) -> bool:
-    """Return whether tensors of these names are those of a LoRA adapter, in any form."""
-    return any(name.endswith((*_LINEAR, *_EMBEDDING)) or starts_adapter(name) for name in names)
+    """Return whether tensors of these names are those of an adapter, in any form."""
+    return any(name.endswith(_KINDS) or starts_adapter(name) for name in names)
 
 
 def has_keys(names: Iterable[str]) -> bool:
@@ -123,7 +129,8 @@ def targets_of(
     products: list[Product] = []
     replaced: list[tuple[str, str]] = []
     kept: list[tuple[str, str]] = []
-    pairs, missing = pairs_of(adapter)
+    # Another kind has other tensors: these then belong to no layer.
+    pairs, missing = pairs_of(adapter) if config.kind == LORA else ((), ())
     problems: list[str] = [*missing]
     used = {name for pair in pairs for name in pair.names}
     for pair in pairs:
@@ -148,7 +155,19 @@ def targets_of(
                 problems.append(finder.told(f"{layer}.weight"))
             else:
                 own = tuple(parts[part] for part in FORMS[own_form].parts)
+                if config.kind == VERA and config.transposed:
+                    own_form = f"{own_form} transposed"
                 products.append(Product(tensor, layer, own_form, own))
+        for name, layer, form, settings in _multipliers_of(adapter, config):
+            tensor = finder.find(f"{layer}.weight")
+            used.add(name)
+            if tensor is None:
+                problems.append(finder.told(f"{layer}.weight"))
+                continue
+            products.append(Product(tensor, layer, form, (name,), settings=settings))
+            bias = f"{tensor.removesuffix('.weight')}.bias"
+            if form.startswith("ia3 outputs") and bias in base:
+                products.append(Product(bias, layer, "ia3 outputs", (name,), settings=settings))
     changed = {one.tensor for one in products}
     for name in adapter:
         if name in used:
@@ -175,13 +194,35 @@ def targets_of(
 
 
 def _parts_of(adapter: Collection[str]) -> dict[str, dict[str, str]]:
-    """Return the tensors of each layer's LoHa or LoKr, by what they are."""
+    """Return the tensors of each layer's LoHa, LoKr or VeRA, by what they are."""
     found: dict[str, dict[str, str]] = {}
+    for end in (".vera_lambda_b", ".vera_lambda_d"):
+        for name in adapter:
+            if name.endswith(end):
+                parts = found.setdefault(_path(name.removesuffix(end)), {})
+                parts |= {one: f"{_ALL}{one}" for one in _SHARED if f"{_ALL}{one}" in adapter}
+                parts[end[1:]] = name
     for name in adapter:
         key = key_of(name)
         if key is not None and key.part.startswith(("hada_", "lokr_")):
             found.setdefault(_path(name.removesuffix(key.end)), {})[key.part] = name
     return found
+
+
+def _multipliers_of(
+    adapter: Collection[str], config: LoraConfig
+) -> Iterator[tuple[str, str, str, tuple[float, ...]]]:
+    """Yield name, layer, form and settings of each tensor that multiplies a weight."""
+    for name in adapter:
+        end = next((end for end in _MULTIPLIERS if name.endswith(end)), None)
+        if end is None or (end in _TURNS) != (config.kind == OFT):
+            continue
+        layer = _path(name.removesuffix(end))
+        if end in _TURNS:
+            yield name, layer, _TURNS[end], config.turns
+        else:
+            side = "inputs" if layer.endswith(config.feedforward) else "outputs"
+            yield name, layer, f"ia3 {side}{' transposed' * config.transposed}", ()
 
 
 def _path(name: str) -> str:

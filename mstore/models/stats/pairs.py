@@ -208,11 +208,11 @@ def product_rows(factors: Factors, base_squares: float, elements: int, chunk: in
 
     CHUNK[chunks], of numbers that are not exceeded: a chunk counts the rows of the matrix that it
     has a part of, `base_squares` (of the whole tensor) stand for each chunk's own, and every
-    element as one that moves, unless none can.  The sketch is zero.  Factors without magnitudes.
+    element as one that moves, unless none can.  The sketch is zero.  Factors of a sum alone.
     A row is infinite if a factor, the scale or the base is not finite, or if the product, or its
     sum with the base, may overflow.
     """
-    assert factors.magnitude is None
+    assert factors.is_sum
     squares = factors.squares(elements, chunk)
     rank, columns = factors.right.shape
     scale = abs(float(factors.scale[0]))

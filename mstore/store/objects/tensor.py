@@ -225,17 +225,42 @@ class AppliedTensor(Tensor, frozen=True, array_like=True, tag="applied/1", gc=Fa
         """Whether an element depends on all of its row."""
         return self.magnitude is not None
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is base + products and nothing else."""
+        return self.magnitude is None
+
+
+class MultipliedTensor(AppliedTensor, frozen=True, array_like=True, tag="multiplied/1", gc=False):
+    """base * what an adapter's tensors make of it, in float32.
+
+    products: one, whose form says what its tensors multiply (`models.adapters.multipliers`).
+    settings: numbers of the adapter's config that this form needs.
+    """
+
+    settings: tuple[float, ...] = ()
+
+    @property
+    def needs_rows(self) -> bool:
+        return True
+
+    @property
+    def is_sum(self) -> bool:
+        return False
+
 
 def applied(
     base: Tensor,
     products: tuple[FactoredProduct, ...],
     *,
     magnitude: Tensor | None,
+    settings: tuple[float, ...] | None,
     block_size: int,
 ) -> AppliedTensor:
-    """Return the record, with the names of its blocks."""
+    """Return the record, with the names of its blocks.  settings: None unless it is multiplied."""
     nbytes = 4 * math.prod(base.shape)
-    whole = AppliedTensor(APPLIED_DTYPE, base.shape, nbytes, b"", base, products, magnitude)
+    given = (APPLIED_DTYPE, base.shape, nbytes, b"", base, products, magnitude)
+    whole = AppliedTensor(*given) if settings is None else MultipliedTensor(*given, settings)
     key = whole.encode()
     names = [
         blake3(number.to_bytes(8, "little") + key, derive_key_context=_CONTEXT).digest()
