@@ -496,7 +496,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "VERA"}, "lora_A.weight is not in the base"),
     ({"peft_type": ["LORA"]}, "peft_type"),
     ({"layer_replication": [[0, 2]]}, "layer_replication"),
-    ({"lora_bias": True}, "lora_bias"),
     ({"trainable_token_indices": [1]}, "trainable_token_indices"),
     ({"target_parameters": ["experts.up"]}, "target_parameters"),
     ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),

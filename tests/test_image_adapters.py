@@ -393,6 +393,93 @@ FLUX_WHOLE = {
 }
 
 
+def biased(base: Mapping[str, Array], rng: Any) -> dict[str, Array]:
+    """The same model with biases, and norms in a resnet."""
+    found = dict(base)
+    for name, values in base.items():
+        end = "in_proj_weight" if name.endswith("in_proj_weight") else "weight"
+        found[name.removesuffix(end) + end.replace("weight", "bias")] = normal(len(values), rng)
+    for part in ("weight", "bias"):
+        for place in (f"model.diffusion_model.{RESNET}.in_layers.0", "cond_stage_model.ln"):
+            found[f"{place}.{part}"] = normal(8, rng)
+    return found
+
+
+def normal(shape: int | tuple[int, ...], rng: Any) -> Array:
+    values: Array = rng.standard_normal(shape).astype(np.float32)
+    return values
+
+
+def test_norms_and_biases_are_differences(store: Store, tmp_path: Path) -> None:
+    """LyCORIS trains norms (`w_norm`, `b_norm`) and biases (`diff_b`), ComfyUI's files have both as
+    `diff`: each is added to the module's tensor, of OpenCLIP's biases to the rows that are its."""
+    rng = np.random.default_rng(12)
+    base = biased(sdxl(), rng)
+    unet, norm = f"model.diffusion_model.{ATTENTION}.to_q", DIFFUSERS[f"{RESNET}.in_layers.2"]
+    norm = norm.replace("conv1", "norm1")
+    layer = lora((H, H), rng)
+    parts = layer.named(kohya(f"{ATTENTION}.to_q"))
+    expected = {name: values.copy() for name, values in base.items()}
+    expected[f"{unet}.weight"] += layer.delta
+    second = f"conditioner.embedders.1.model.{BLOCK_2}.attn"
+    out = f"model.diffusion_model.{ATTENTION}.to_out.0"
+    for key, tensor, rows in (
+        (f"{kohya(norm)}.w_norm", f"model.diffusion_model.{RESNET}.in_layers.0.weight", 8),
+        (f"{kohya(norm)}.b_norm", f"model.diffusion_model.{RESNET}.in_layers.0.bias", 8),
+        (f"{kohya(f'{ATTENTION}.to_q')}.diff_b", f"{unet}.bias", H),
+        (f"diffusion_model.{ATTENTION}.to_out.0.diff_b", f"{out}.bias", H),
+        (f"{kohya(f'{CLIP}.self_attn.k_proj', 'lora_te2_')}.diff_b", f"{second}.in_proj_bias", H),
+    ):
+        parts[key] = normal(rows, rng)
+        at = H if "in_proj" in tensor else 0
+        expected[tensor][at : at + rows] += parts[key]
+    same(baked(store, tmp_path, base, parts), expected)
+    with pytest.raises(Incompatible, match=r"are not products: .*in_layers\.0\.bias"):
+        store.convert_adapter("lora", "base", name="x", format="kohya")
+
+
+def test_a_bias_of_a_lora_scales_with_it(store: Store, tmp_path: Path) -> None:
+    """PEFT's `lora_bias` is a bias of the second factor: it counts as often as the product, so a
+    header's config scales both; with an alpha nobody says how."""
+    rng = np.random.default_rng(13)
+    base = biased(sd_1(), rng)
+    path = f"{ATTENTION}.to_q"
+    layer = lora((H, H), rng, alpha=None)
+    key = f"unet.{DIFFUSERS[path]}"
+    down, up = ENDS["peft"]
+    parts = {
+        f"{key}.{down}": layer.parts["lora_down.weight"],
+        f"{key}.{up}": layer.parts["lora_up.weight"],
+        f"{key}.lora_B.bias": normal(H, rng),
+    }
+    config = {"unet.r": 4, "unet.lora_alpha": 2, "unet.lora_bias": True}
+    save_file(base, tmp_path / "base.safetensors")
+    store.add(tmp_path / "base.safetensors", name="base")
+    told = {"lora_adapter_metadata": json.dumps(config)}
+    save_file(parts, tmp_path / "lora.safetensors", metadata=told)
+    store.add(tmp_path / "lora.safetensors", name="lora")
+    found = applied(store, "base", "lora", tmp_path / "out")
+    name = f"model.diffusion_model.{path}"
+    expected = {name: values.copy() for name, values in base.items()}
+    expected[f"{name}.weight"] += layer.delta / 2
+    expected[f"{name}.bias"] += parts[f"{key}.lora_B.bias"] / 2
+    same(found, expected)
+    save_file({**parts, f"{key}.alpha": np.ones((), np.float32)}, tmp_path / "odd.safetensors")
+    with pytest.raises(Incompatible, match="beside another bias or an alpha"):
+        store.add(tmp_path / "odd.safetensors", name="odd", base="base")
+
+
+def test_a_bias_that_the_base_lacks_is_named(store: Store, tmp_path: Path) -> None:
+    """No bias is made: a module without one is refused."""
+    save_file(sd_1(), tmp_path / "base.safetensors")
+    store.add(tmp_path / "base.safetensors", name="base")
+    key = kohya(f"{ATTENTION}.to_q")
+    parts = {f"{key}.diff": np.ones((H, H), np.float32), f"{key}.diff_b": np.ones(H, np.float32)}
+    save_file(parts, tmp_path / "lora.safetensors")
+    with pytest.raises(Incompatible, match=r"to_q\.bias is not in the base"):
+        store.add(tmp_path / "lora.safetensors", name="lora", base="base")
+
+
 def test_a_flux_of_its_authors_with_an_adapter_of_diffusers(store: Store, tmp_path: Path) -> None:
     """Layers of diffusers are rows of the authors' matrices; those that are missing stay."""
     rng = np.random.default_rng(11)

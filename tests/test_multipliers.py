@@ -317,6 +317,7 @@ CASES = {
         )
         for n in (2, 3, 4, 7)
     },
+    "lora with biases": _Case("LoraConfig", r=3, lora_bias=True, target_modules=EVERY),
     "vera": _Case("VeraConfig", r=3, target_modules=["fc", "out"]),
     "vera transposed": _Case(
         "VeraConfig", r=3, transposed=True, fan_in_fan_out=True, target_modules=["fc", "out"]
@@ -348,7 +349,7 @@ def test_peft_merges_the_same(tmp_path: Path, case: str) -> None:
     model: Any = peft.get_peft_model(net, getattr(peft, own.name)(**own.given))
     with torch.no_grad():
         for name, values in model.named_parameters():
-            if any(part in name for part in ("ia3_l", "oft", "vera_lambda")):
+            if any(part in name for part in ("ia3_l", "oft", "vera_lambda", "lora_B")):
                 values.normal_(0, own.scale)
     model.save_pretrained(tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

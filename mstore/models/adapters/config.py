@@ -238,7 +238,6 @@ _UNSUPPORTED: Final = {
     "arrow_config": "a mixture of adapters",
     "kasa_config": "KaSA",
     "layer_replication": "layers that are repeated",
-    "lora_bias": "a bias of the adapter",
     "monteclora_config": "MonteCLoRA",
     "target_parameters": "parameters of mixtures of experts",
     "trainable_token_indices": "trainable tokens",

@@ -85,7 +85,9 @@ def convert(
     }
     records = dict(zip(moved, inputs.records(list(moved.values())), strict=True))
     applied = {tensor: one for tensor, one in records.items() if isinstance(one, AppliedTensor)}
-    whole = sorted(records.keys() - applied.keys())
+    whole = sorted(
+        name for name, one in records.items() if name not in applied or len(one.shape) < 2
+    )
     if whole:
         raise Incompatible(f"has tensors that are not products: {few(whole)}", where=adapter.name)
     multiplied = sorted(

@@ -17,8 +17,10 @@ from mstore.models.adapters.config import LoraConfig, parse_config
 from mstore.models.adapters.forms import FORMS, form_of
 from mstore.models.adapters.keys import (
     ALPHA,
+    BIAS,
     DENOISER,
     MAGNITUDE,
+    SCALED_BIAS,
     TEXT,
     TEXT_2,
     TEXT_3,
@@ -30,6 +32,7 @@ from mstore.models.adapters.products import Product, Targets, Typed, misfit
 from mstore.terms.errors import Incompatible
 from mstore.terms.phrases import few
 
+_BIAS: Final = ".bias"
 METADATA: Final = "lora_adapter_metadata"
 """The entry of a header in which diffusers writes the configs that PEFT had."""
 _CONFIGS: Final = {
@@ -76,7 +79,7 @@ class AdapterLayer(msgspec.Struct, frozen=True):
 def layers_of(
     adapter: Mapping[str, Typed], where: str, configs: Mapping[str, LoraConfig]
 ) -> dict[tuple[str, str], AdapterLayer]:
-    """Return the layers of an adapter by model and path (`_` for `.`).
+    """Return the layers of an adapter by model and path (`_` for `.`), of a bias with `.bias`.
 
     configs: by model, where its header has some: they scale what has no alpha of its own.
 
@@ -102,6 +105,11 @@ def layers_of(
     problems: list[str] = []
     for (model, path), parts in found.items():
         alpha, magnitude = parts.pop(ALPHA, None), parts.pop(MAGNITUDE, None)
+        bias, scaled = parts.pop(BIAS, None), parts.pop(SCALED_BIAS, None)
+        if bias is not None:
+            layers[model, path + _BIAS] = _of_bias(written[model, path], bias, None)
+            if not parts:
+                continue
         form = form_of(parts)
         if form is None:
             told = ", ".join(sorted(parts)) or "no factors"
@@ -115,9 +123,17 @@ def layers_of(
             own = config.alphas.value(module, config.alpha)
             scale = own / (math.sqrt(rank) if config.rank_stabilized else rank)
         layers[model, path] = AdapterLayer(module, form, names, magnitude, alpha, scale)
+        if scaled is not None and (bias, alpha) != (None, None):
+            problems.append(f"{path} has {scaled} beside another bias or an alpha")
+        elif scaled is not None:
+            layers[model, path + _BIAS] = _of_bias(module, scaled, scale)
     if problems:
         raise misfit(problems, where)
     return layers
+
+
+def _of_bias(module: str, name: str, scale: float | None) -> AdapterLayer:
+    return AdapterLayer(module, "difference", (name,), None, None, scale)
 
 
 def targets_of_keys(
@@ -133,12 +149,15 @@ def targets_of_keys(
     layers = layers_of(adapter, where, configs or {})
     modules = modules_of({name: one.shape for name, one in base.items()})
     # A text encoder that the base does not have is left out; one that it has in part is wrong.
-    models = {model for model, path in layers if (model, path) in modules} | {DENOISER}
+    own = {(model, path.removesuffix(_BIAS)) for model, path in layers}
+    models = {model for model, _ in own & modules.keys()} | {DENOISER}
     products: list[Product] = []
     problems: list[str] = []
     without: list[str] = []
     for (model, path), layer in layers.items():
-        places = modules.get((model, path), ())
+        places = modules.get((model, path.removesuffix(_BIAS)), ())
+        if path.endswith(_BIAS):
+            places = _of_biases(places, base)
         if not places and model not in models:
             more = (layer.magnitude, layer.alpha)
             without += (*layer.names, *(one for one in more if one is not None))
@@ -158,6 +177,17 @@ def targets_of_keys(
     if problems:
         raise misfit(problems, where)
     return Targets(tuple(products), (), (), tuple(without))
+
+
+def _of_biases(
+    places: Sequence[Sequence[Place]], base: Mapping[str, Typed]
+) -> tuple[tuple[Place, ...], ...]:
+    """Return where the biases of modules are, of those that have any."""
+    found = (
+        tuple(one._replace(tensor=f"{one.tensor.removesuffix('weight')}bias") for one in some)
+        for some in places
+    )
+    return tuple(some for some in found if all(one.tensor in base for one in some))
 
 
 def _products(layer: AdapterLayer, places: Sequence[Place]) -> Iterator[Product]:

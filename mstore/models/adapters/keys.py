@@ -48,6 +48,8 @@ _PREFIXES: Final[Mapping[str, str]] = {
 
 _DOWN, _UP, _MAGNITUDE, ALPHA = "down", "up", "magnitude", "alpha"
 MAGNITUDE: Final = _MAGNITUDE
+BIAS, SCALED_BIAS = "bias", "scaled bias"
+"""Differences of the module's bias: as it is, and one that is scaled as the module's product."""
 _OF_LYCORIS: Final = {
     part for form in FORMS.values() for part in form.parts if part.startswith(("hada_", "lokr_"))
 }
@@ -71,11 +73,15 @@ _ENDS: Final[Mapping[str, str]] = {
     ".lora_magnitude_vector.weight": _MAGNITUDE,
     **{f".{part}": part for part in sorted(_OF_LYCORIS)},
     ".diff": "diff",
+    ".w_norm": "diff",
+    ".diff_b": BIAS,
+    ".b_norm": BIAS,
+    ".lora_B.bias": SCALED_BIAS,
 }
 _STARTS: Final = (
     *(".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight", ".lora.down.weight"),
     *("_lora.down.weight", ".lora_linear_layer.down.weight", ".hada_w1_a", ".lokr_w1"),
-    ".lokr_w1_a",
+    *(".lokr_w1_a", ".w_norm"),
 )
 """Ends of which one shows that a file is an adapter."""
 
@@ -88,9 +94,6 @@ _UNKNOWN: Final[Mapping[str, str]] = {
     ".ia3_l": "IA3",
     ".a1.weight": "GLoRA",
     ".vera_lambda_b": "VeRA",
-    ".w_norm": "norms that were trained",
-    ".b_norm": "norms that were trained",
-    ".diff_b": "biases that were trained",
     ".set_weight": "weights that replace others",
     ".reshape_weight": "weights of another shape",
 }

@@ -42,6 +42,8 @@ _MAGNITUDES: Final = (".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 _UNCHANGED: Final = ".base_layer.weight"
 # A trained bias of a layer that has a product, too.
 _BIAS: Final = ".base_layer.bias"
+# What a layer's product adds to its bias, scaled as the product.
+_SCALED_BIAS: Final = ".lora_B.bias"
 
 # How names of one part of a model begin, in memory and on disk: transformers renames them when it
 # loads and saves models of images or sound (its `conversion_mapping`).
@@ -168,6 +170,15 @@ def targets_of(
             bias = f"{tensor.removesuffix('.weight')}.bias"
             if form.startswith("ia3 outputs") and bias in base:
                 products.append(Product(bias, layer, "ia3 outputs", (name,), settings=settings))
+    for name in adapter:
+        if name.endswith(_SCALED_BIAS) and config.kind == LORA:
+            layer = _path(name.removesuffix(_SCALED_BIAS))
+            tensor = finder.find(f"{layer}.bias")
+            used.add(name)
+            if tensor is None:
+                problems.append(finder.told(f"{layer}.bias"))
+            else:
+                products.append(Product(tensor, layer, "difference", (name,)))
     changed = {one.tensor for one in products}
     for name in adapter:
         if name in used:
@@ -304,7 +315,7 @@ class AdapterPlan(msgspec.Struct, frozen=True):
     ) -> None:
         """Raise Incompatible unless a product fits the base and can be computed."""
         rank = require_product(product, base, adapter, where)
-        is_lora = self.config is not None and self.config.kind == LORA
+        is_lora = self.config is not None and product.form in ("lora", "transposed")
         if is_lora and self.config and rank != self.config.rank_of(product.module):
             raise Incompatible(
                 f"the adapter's product for {product.tensor} has rank {rank}, its {CONFIG} says "
