@@ -31,8 +31,12 @@ FORMATS: Final = (PEFT, KOHYA, DIFFUSERS)
 
 _AUTHORS: Final = re.compile(
     r"(input_blocks|middle_block|output_blocks|out|time_embed|label_emb|double_blocks|single_blocks"
-    r"|img_in|txt_in|time_in|vector_in|guidance_in|final_layer)(\.|$)"
+    r"|img_in|txt_in|time_in|vector_in|guidance_in|final_layer|joint_blocks|x_embedder\.proj"
+    r"|[ty]_embedder|blocks\.\d+\.((self|cross)_attn|ffn\.\d|norm3)|(time|text)_embedding\.\d"
+    r"|time_projection|img_emb|head)(\.|$)"
 )
+_BLOCKS: Final = re.compile(r"(double_|joint_|(single_)?transformer_)?blocks\.\d")
+_BLOCKS_OF_AUTHORS: Final = re.compile(r"(double|joint)_blocks\.|blocks\.\d+\.self_attn\.")
 _UP: Final = re.compile(r"output_blocks\.(\d+)\.([12])\.conv$")
 _PREFIXES: Final = {
     KOHYA: {DENOISER: "lora_unet_", TEXT_2: "lora_te2_", TEXT_3: "lora_te3_"},
@@ -83,7 +87,10 @@ class Keys:
             if re.match(r"up_blocks\.\d+\.attentions", path)
         }
         self._is_of_authors = any("output_blocks." in name for name in shapes)
-        self._is_flux = any(path.startswith("double_blocks.") for path in paths)
+        self._is_transformer = any(map(_BLOCKS.match, paths))
+        self._has_authors = any(map(_BLOCKS_OF_AUTHORS.match, paths))
+        # Modules of Wan and of Stable Diffusion 3 that diffusers calls as the authors do.
+        self._same = {"patch_embedding", *({"context_embedder"} if "txt_in" not in paths else ())}
         self._is_xl = any(path.startswith(("label_emb.", "add_embedding.")) for path in paths)
 
     def tensors(
@@ -96,13 +103,16 @@ class Keys:
         found: dict[str, tuple[str, Singles]] = {}
         left_out = set(products)
         down_end, up_end, magnitude_end = _ENDS[self._format]
+        # Some modules have two names of the same program.
+        written: set[tuple[Place, ...]] = set()
         for (model, path), several in self._modules.items():
             if not self._is_own(model, path):
                 continue
             for places in several:
-                if not any(place.tensor in products for place in places):
+                if places in written or not any(place.tensor in products for place in places):
                     continue
                 left_out -= {place.tensor for place in places}
+                written.add(places)
                 key = self._key(model, path)
                 product = _of_places(places, products)
                 rank = len(product.right)
@@ -125,8 +135,10 @@ class Keys:
         """Return whether a format calls a module so."""
         if model != DENOISER:
             return "text_model" in path or "text_projection" in path
+        if path in self._same or (self._is_transformer and not self._has_authors):
+            return True
         is_authors = _AUTHORS.match(path) is not None
-        wants_authors = self._format == KOHYA and (self._is_xl or self._is_flux)
+        wants_authors = self._format == KOHYA and (self._is_xl or self._has_authors)
         if is_authors != wants_authors or path.startswith("text_model"):
             return False
         up = None if self._is_of_authors else _UP.fullmatch(path)
@@ -135,9 +147,9 @@ class Keys:
 
     def _key(self, model: str, path: str) -> str:
         if self._format == DIFFUSERS:
-            denoiser = "transformer." if self._is_flux else "unet."
+            denoiser = "transformer." if self._is_transformer else "unet."
             return _PREFIXES[DIFFUSERS].get(model, denoiser) + path
-        text = "lora_te1_" if self._has_two or self._is_flux else "lora_te_"
+        text = "lora_te1_" if self._has_two or self._is_transformer else "lora_te_"
         return _PREFIXES[KOHYA].get(model, text) + path.replace(".", "_")
 
 

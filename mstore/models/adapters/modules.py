@@ -113,7 +113,20 @@ class _Part(NamedTuple):
     share: int
 
 
-_FLUX: Final[tuple[tuple[str, tuple[_Part, ...]], ...]] = (
+Rules = tuple[tuple[str, tuple[_Part, ...]], ...]
+"""Modules of the authors, and those of diffusers that are the same or rows of them, in order."""
+
+
+def _renamed(names: Mapping[str, str]) -> Rules:
+    return tuple((name, (_Part(other, 1),)) for name, other in names.items())
+
+
+def _thirds(name: str, other: str) -> Rules:
+    """Return the rule of a matrix of queries, keys and values."""
+    return ((name, tuple(_Part(other.format(one), 1) for one in "qkv")),)
+
+
+_FLUX: Final[Rules] = (
     ("double_blocks.N.img_attn.proj", (_Part("transformer_blocks.N.attn.to_out.0", 1),)),
     (
         "double_blocks.N.img_attn.qkv",
@@ -151,7 +164,116 @@ _FLUX: Final[tuple[tuple[str, tuple[_Part, ...]], ...]] = (
 )
 """Flux.  Not final_layer.adaLN_modulation.1: diffusers has its halves in the other order."""
 
-_OPEN_CLIP: Final[tuple[tuple[str, tuple[_Part, ...]], ...]] = (
+_HUNYUAN: Final[Rules] = (
+    *_thirds("double_blocks.N.img_attn_qkv", "transformer_blocks.N.attn.to_{}"),
+    *_thirds("double_blocks.N.txt_attn_qkv", "transformer_blocks.N.attn.add_{}_proj"),
+    *_renamed(
+        {
+            f"double_blocks.N.{one}": f"transformer_blocks.N.{other}"
+            for one, other in (
+                *(("img_attn_proj", "attn.to_out.0"), ("txt_attn_proj", "attn.to_add_out")),
+                *(("img_mlp.fc1", "ff.net.0.proj"), ("img_mlp.fc2", "ff.net.2")),
+                *(("txt_mlp.fc1", "ff_context.net.0.proj"), ("txt_mlp.fc2", "ff_context.net.2")),
+                *(("img_mod.linear", "norm1.linear"), ("txt_mod.linear", "norm1_context.linear")),
+            )
+        }
+    ),
+    *_renamed({"single_blocks.N.modulation.linear": "single_transformer_blocks.N.norm.linear"}),
+    *_thirds(
+        "txt_in.individual_token_refiner.blocks.N.self_attn_qkv",
+        "context_embedder.token_refiner.refiner_blocks.N.attn.to_{}",
+    ),
+    *_renamed(
+        {
+            f"txt_in.individual_token_refiner.blocks.N.{one}": (
+                f"context_embedder.token_refiner.refiner_blocks.N.{other}"
+            )
+            for one, other in (
+                ("self_attn_proj", "attn.to_out.0"),
+                ("mlp.fc1", "ff.net.0.proj"),
+                ("mlp.fc2", "ff.net.2"),
+            )
+        }
+    ),
+    *_FLUX,
+)
+"""HunyuanVideo; programs have its modules by Flux's names, too."""
+
+_SD3: Final[Rules] = (
+    *_thirds("joint_blocks.N.x_block.attn.qkv", "transformer_blocks.N.attn.to_{}"),
+    *_thirds("joint_blocks.N.x_block.attn2.qkv", "transformer_blocks.N.attn2.to_{}"),
+    *_thirds("joint_blocks.N.context_block.attn.qkv", "transformer_blocks.N.attn.add_{}_proj"),
+    *_renamed(
+        {
+            f"joint_blocks.N.{one}": f"transformer_blocks.N.{other}"
+            for one, other in (
+                ("x_block.attn.proj", "attn.to_out.0"),
+                ("x_block.attn2.proj", "attn2.to_out.0"),
+                ("x_block.mlp.fc1", "ff.net.0.proj"),
+                ("x_block.mlp.fc2", "ff.net.2"),
+                ("x_block.adaLN_modulation.1", "norm1.linear"),
+                ("context_block.attn.proj", "attn.to_add_out"),
+                ("context_block.mlp.fc1", "ff_context.net.0.proj"),
+                ("context_block.mlp.fc2", "ff_context.net.2"),
+            )
+        }
+    ),
+    *_renamed(
+        {
+            "x_embedder.proj": "pos_embed.proj",
+            "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
+            "t_embedder.mlp.2": "time_text_embed.timestep_embedder.linear_2",
+            "y_embedder.mlp.0": "time_text_embed.text_embedder.linear_1",
+            "y_embedder.mlp.2": "time_text_embed.text_embedder.linear_2",
+            "final_layer.linear": "proj_out",
+        }
+    ),
+)
+"""Stable Diffusion 3.  Not the context's adaLN_modulation.1: that of the last block has its halves
+in the other order."""
+
+_WAN: Final[Rules] = _renamed(
+    {
+        f"blocks.N.{attention}.{one}": f"blocks.N.{other}.{theirs}"
+        for attention, other in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        for one, theirs in (
+            *((part, f"to_{part}") for part in "qkv"),
+            *(("o", "to_out.0"), ("norm_q", "norm_q"), ("norm_k", "norm_k")),
+            *(("k_img", "add_k_proj"), ("v_img", "add_v_proj")),
+        )
+    }
+    | {
+        "blocks.N.ffn.0": "blocks.N.ffn.net.0.proj",
+        "blocks.N.ffn.2": "blocks.N.ffn.net.2",
+        "blocks.N.norm3": "blocks.N.norm2",
+        "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+        "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+        "time_projection.1": "condition_embedder.time_proj",
+        "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+        "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+        "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
+        "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
+        "head.head": "proj_out",
+    }
+)
+
+_FAMILIES: Final = (
+    (re.compile(r"joint_blocks\.|pos_embed\.proj$"), _SD3),
+    (re.compile(r"blocks\.\d+\.(self|cross)_attn\.|condition_embedder\."), _WAN),
+    (re.compile(r"double_blocks\.\d+\.img_attn_|context_embedder\.token_refiner\."), _HUNYUAN),
+    # Qwen-Image: its authors' names are those of diffusers.
+    (re.compile(r"transformer_blocks\.\d+\.(img|txt)_(mod|mlp)\."), ()),
+    (
+        re.compile(
+            r"(double|single)_blocks\.|single_transformer_blocks\.|transformer_blocks\.\d+\.attn\."
+            r"|(img|txt)_in$|(x|context)_embedder$"
+        ),
+        _FLUX,
+    ),
+)
+"""Transformers in place of a UNet, by the begin of a module of theirs, in either set of names."""
+
+_OPEN_CLIP: Final[Rules] = (
     (
         "transformer.resblocks.N.attn",
         tuple(_Part(f"text_model.encoder.layers.N.self_attn.{one}_proj", 1) for one in "qkv"),
@@ -163,7 +285,8 @@ _OPEN_CLIP: Final[tuple[tuple[str, tuple[_Part, ...]], ...]] = (
     ("transformer.resblocks.N.mlp.c_fc", (_Part("text_model.encoder.layers.N.mlp.fc1", 1),)),
     ("transformer.resblocks.N.mlp.c_proj", (_Part("text_model.encoder.layers.N.mlp.fc2", 1),)),
 )
-_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER: Final = re.compile(r"(?<=blocks\.|layers\.)\d+(?=\.)")
+"""Which block a module is of: N in the rules."""
 
 
 class _Fused(NamedTuple):
@@ -175,18 +298,27 @@ class _Fused(NamedTuple):
     shares: int
 
 
-def _inverse(rules: tuple[tuple[str, tuple[_Part, ...]], ...]) -> Mapping[str, _Fused]:
-    found = {}
-    for name, parts in rules:
-        begin, shares = 0, sum(part.share for part in parts)
-        for part in parts:
-            found[part.name] = _Fused(name, begin, part.share, shares)
-            begin += part.share
-    return found
+class _Tables(NamedTuple):
+    """Rules by the authors' modules, and by those of diffusers."""
+
+    parts: Mapping[str, tuple[_Part, ...]]
+    fused: Mapping[str, tuple[_Fused, ...]]
+
+    @classmethod
+    def of(cls, rules: Rules, *, both_ways: bool = True) -> _Tables:
+        found: dict[str, tuple[_Fused, ...]] = {}
+        for name, parts in rules if both_ways else ():
+            begin, shares = 0, sum(part.share for part in parts)
+            for part in parts:
+                own = _Fused(name, begin, part.share, shares)
+                found[part.name] = (*found.get(part.name, ()), own)
+                begin += part.share
+        return cls(dict(rules), found)
 
 
-_RULES: Final = {DENOISER: dict(_FLUX), TEXT: dict(_OPEN_CLIP), TEXT_2: dict(_OPEN_CLIP)}
-_INVERSE: Final = {DENOISER: _inverse(_FLUX)}
+_TRANSFORMERS: Final = tuple((sign, _Tables.of(rules)) for sign, rules in _FAMILIES)
+_TEXTS: Final = _Tables.of(_OPEN_CLIP, both_ways=False)
+_NONE: Final = _Tables({}, {})
 
 Modules = Mapping[tuple[str, str], tuple[tuple[Place, ...], ...]]
 """By model and path: the places that one module is, and others that it might be."""
@@ -203,6 +335,7 @@ def modules_of(base: Mapping[str, tuple[int, ...]]) -> Modules:
 def named_modules(base: Mapping[str, tuple[int, ...]]) -> Modules:
     """Return the same with paths as they are written."""
     found: dict[tuple[str, str], dict[tuple[Place, ...], None]] = {}
+    parts: list[tuple[str, str, str, int]] = []
     for tensor, shape in base.items():
         end = _FUSED if tensor.endswith(_FUSED) else _WEIGHT
         if not tensor.endswith(end) or not shape:
@@ -210,14 +343,18 @@ def named_modules(base: Mapping[str, tuple[int, ...]]) -> Modules:
         begin = max((one for one in _MODELS if tensor.startswith(one)), key=len, default="")
         models = _MODELS.get(begin, (DENOISER, TEXT, TEXT_2, TEXT_3))
         path = tensor.removeprefix(begin).removesuffix(end)
-        for model in models:
-            for name, places in _names(model, path, tensor, shape[0]):
-                found.setdefault((model, name), {})[places] = None
+        parts += ((model, path, tensor, shape[0]) for model in models)
+    paths = [path for model, path, *_ in parts if model == DENOISER]
+    denoiser = next((own for sign, own in _TRANSFORMERS if any(map(sign.match, paths))), _NONE)
+    tables = {DENOISER: denoiser, TEXT: _TEXTS, TEXT_2: _TEXTS}
+    for model, path, tensor, rows in parts:
+        for name, places in _names(model, tables.get(model, _NONE), path, tensor, rows):
+            found.setdefault((model, name), {})[places] = None
     return {key: tuple(places) for key, places in _joined(found).items()}
 
 
 def _names(
-    model: str, path: str, tensor: str, rows: int
+    model: str, tables: _Tables, path: str, tensor: str, rows: int
 ) -> Iterator[tuple[str, tuple[Place, ...]]]:
     """Yield what a tensor's module is called, and what of the tensor it is."""
     yield path, (Place(tensor),)
@@ -228,9 +365,9 @@ def _names(
     form = _NUMBER.sub("N", path, count=1)
 
     def named(name: str) -> str:
-        return name.replace("N", *numbers) if numbers else name
+        return name.replace(".N.", f".{numbers[0]}.") if numbers else name
 
-    parts = _RULES.get(model, {}).get(form, ())
+    parts = tables.parts.get(form, ())
     shares = sum(part.share for part in parts)
     begin = 0
     for part in parts:
@@ -238,8 +375,7 @@ def _names(
         whole = len(parts) == 1
         yield named(part.name), (Place(tensor) if whole else Place(tensor, begin, size),)
         begin += size
-    fused = _INVERSE.get(model, {}).get(form)
-    if fused is not None:
+    for fused in tables.fused.get(form, ()):
         share = rows // fused.share
         place = Place(tensor, 0, rows, fused.begin * share)
         yield named(fused.name), (Place(tensor) if fused.shares == fused.share else place,)
