@@ -150,13 +150,15 @@ def _flat(one: Shape) -> Shape:
 
 def _fit(left: Shape, right: Shape) -> Shape:
     """Return rows, columns and rank of a product."""
+    if len(left) != 2 or len(right) != 2:
+        raise ValueError("matrices have two dimensions")
     if left[1] != right[0]:
         raise ValueError(f"{left[1]} columns and {right[0]} rows")
     return left[0], right[1], right[0]
 
 
 def _back(one: Shape) -> Shape:
-    return one[1], one[0]
+    return one[::-1]
 
 
 def _core_shape(core: Shape, other: Shape) -> Shape:

@@ -46,6 +46,8 @@ _PREFIXES: Final[Mapping[str, str]] = {
     "text_encoders.t5xxl.transformer.": TEXT_3,
 }
 
+_BEGINS: Final = tuple(_PREFIXES)
+
 _DOWN, _UP, _MAGNITUDE, ALPHA = "down", "up", "magnitude", "alpha"
 MAGNITUDE: Final = _MAGNITUDE
 BIAS, SCALED_BIAS = "bias", "scaled bias"
@@ -119,7 +121,7 @@ class Key(NamedTuple):
 
 def starts_adapter(name: str) -> bool:
     """Return whether a tensor of this name is in adapters only."""
-    return name.endswith(_STARTS) or (name.endswith(".diff") and name.startswith("lora_"))
+    return name.endswith(_STARTS) or (name.endswith(".diff") and name.startswith(_BEGINS))
 
 
 def key_of(name: str) -> Key | None:

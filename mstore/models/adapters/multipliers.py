@@ -75,7 +75,9 @@ def _scale(*, inputs: bool, transposed: bool = False) -> MultiplierForm:
     axis = int(inputs != transposed)
 
     def require(base: Shape, own: Shape) -> None:
-        length = base[axis] if axis < len(base) else 0
+        if axis >= len(base):
+            raise ValueError("a vector has no inputs")
+        length = base[axis]
         vector: Shape = (1, length) if inputs else (length, 1)
         if len(base) == 1:
             # A bias: of a matrix or of a convolution.
