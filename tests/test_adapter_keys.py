@@ -170,24 +170,29 @@ def test_factors_have_the_shape_that_was_checked(form: str, data: st.DataObject)
 @given(
     st.sampled_from(sorted(MULTIPLIERS)),
     st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
-    st.one_of(st.tuples(st.integers(0, 4), st.sampled_from([0, 1, 3, 6])), shapes),
-    st.sampled_from([(0.0, 0.0), (5.0, 0.0), (0.0, 0.1)]),
+    st.data(),
+    st.sampled_from([(0.0, 0.0, 1.0), (5.0, 0.0, 1.0), (0.0, 0.1, 0.0)]),
 )
 def test_what_is_checked_multiplies(
-    form: str, base: tuple[int, ...], own: tuple[int, ...], settings: tuple[float, float]
+    form: str, base: tuple[int, ...], data: st.DataObject, settings: tuple[float, float, float]
 ) -> None:
-    """A tensor that is taken for a base's shape multiplies all rows of that base."""
+    """Tensors that are taken for a base's shape multiply all rows of that base."""
+    sizes = st.sampled_from([*base, math.prod(base[1:]), 0, 1, 2, 3, 6])
+    count = len(MULTIPLIERS[form].parts) or 1
+    some = st.one_of(st.tuples(sizes, sizes), st.lists(sizes, max_size=4).map(tuple))
+    own = data.draw(st.lists(some, min_size=count, max_size=count))
     try:
-        MULTIPLIERS[form].require(base, own)
+        MULTIPLIERS[form].require(base, *own)
     except ValueError:
         return
-    multiplier = MULTIPLIERS[form].made(base, settings, np.ones(own, np.float32))
+    tensors = [np.ones(shape, np.float32) for shape in own]
+    multiplier = MULTIPLIERS[form].made(base, settings, *tensors)
     rows, columns = base[0], math.prod(base[1:])
     left, right = np.empty((rows, 0), np.float32), np.empty((0, columns), np.float32)
     factors = Factors(left, right, np.ones(1, np.float32), None, multiplier)
-    data = np.ones(rows * columns, np.float32).view(np.uint8)
+    values = np.ones(rows * columns, np.float32).view(np.uint8)
     out = np.empty(4 * rows * columns, np.uint8)
-    factors.apply(data, "F32", 0, rows * columns, out)
+    factors.apply(values, "F32", 0, rows * columns, out)
     assert np.isfinite(out.view(np.float32)).all()
 
 

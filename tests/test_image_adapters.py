@@ -645,13 +645,23 @@ WRONG: Mapping[str, tuple[Callable[[dict[str, Array]], None], str]] = {
         lambda parts: parts.update({"lora_unet_x.scale": np.ones(1, "f4")}),
         "no form of adapters",
     ),
-    "OFT": (
-        lambda parts: parts.update({"lora_unet_x.oft_blocks": np.ones((2, 2, 2), "f4")}),
+    "OFT of a form that is not known": (
+        lambda parts: parts.update({"lora_unet_x.oft_diag": np.ones((2, 2), "f4")}),
         "cannot apply OFT",
     ),
-    "IA3": (
+    "BOFT": (
+        lambda parts: parts.update({"lora_unet_x.boft_R": np.ones((2, 2), "f4")}),
+        "cannot apply BOFT",
+    ),
+    "IA3 without its vector": (
         lambda parts: parts.update({"lora_unet_x.on_input": np.ones(2, "f4")}),
-        "cannot apply IA3",
+        "x has on_input, which make no product",
+    ),
+    "blocks of other rows": (
+        lambda parts: parts.update(
+            {f"{kohya('out.2')}.oft_blocks": np.ones((3, 2, 2), "f4")},
+        ),
+        "which it cannot multiply",
     ),
     "another width": (
         lambda parts: parts.update(

@@ -1,4 +1,4 @@
-"""Adapters of PEFT that multiply a base, or share their matrices: IA3, OFT and VeRA."""
+"""Adapters that multiply a base: IA3 and OFT of PEFT and LyCORIS, GLoRA; and VeRA of PEFT."""
 
 from __future__ import annotations
 
@@ -60,6 +60,49 @@ def vera() -> dict[str, Array]:
     return found
 
 
+def lycoris_ia3() -> dict[str, Array]:
+    """Outputs of `fc`, inputs of `out`: LyCORIS has what is added to 1, and says the side."""
+    found = {"fc.weight": drawn((200,), 21), "out.weight": drawn((200,), 22)}
+    return found | {f"{name}.on_input": np.array(name == "out", np.int64) for name in NAMES}
+
+
+def lycoris_oft() -> dict[str, Array]:
+    """Blocks of 8 rows; those of `out` are held near no rotation, and rescaled."""
+    found = {"fc.oft_blocks": drawn((25, 8, 8), 23, 0.2), "fc.alpha": np.zeros((), np.float32)}
+    found["out.oft_blocks"] = drawn((12, 8, 8), 24, 0.2)
+    found["out.rescale"] = 1 + drawn((96, 1), 25, 0.2)
+    return found | {"out.alpha": np.array(0.01, np.float32)}
+
+
+def glora() -> dict[str, Array]:
+    """Rank 3 and alpha 2."""
+    found: dict[str, Array] = {}
+    for seed, name in enumerate(NAMES):
+        rows, columns = SHAPES[f"{name}.weight"]
+        for number, (part, shape) in enumerate(
+            (("a1", (columns, 3)), ("a2", (3, columns)), ("b1", (rows, 3)), ("b2", (3, columns)))
+        ):
+            found[f"{name}.{part}.weight"] = drawn(shape, 30 + 5 * seed + number, 0.3)
+        found[f"{name}.alpha"] = np.array(2, np.float32)
+    return found
+
+
+def turned_rows(weight: Array, own: dict[str, Array], name: str) -> Array:
+    """Each block of rows times its rotation, in float64."""
+    found = np.empty(weight.shape)
+    skews = own[f"{name}.oft_blocks"].astype(np.float64)
+    skews = skews - skews.transpose(0, 2, 1)
+    most = float(own[f"{name}.alpha"]) * len(weight)
+    norm = float(np.sqrt((skews**2).sum()))
+    if 0 < most < norm:
+        skews *= most / norm
+    one = np.eye(8)
+    for at, each in enumerate(skews):
+        rotation = (one + each) @ np.linalg.inv(one - each)
+        found[8 * at : 8 * at + 8] = rotation.T @ weight[8 * at : 8 * at + 8]
+    return found * own.get(f"{name}.rescale", 1)
+
+
 def skew(numbers: Array) -> Array:
     rows, columns = np.triu_indices(8, 1)
     found = np.zeros((8, 8))
@@ -87,6 +130,18 @@ def expected(kind: str) -> dict[str, Array]:
     elif kind == "oft":
         for name in NAMES:
             found[f"{name}.weight"] = turned(BASE[f"{name}.weight"], oft()[f"{name}.oft_R.weight"])
+    elif kind == "lycoris ia3":
+        own = lycoris_ia3()
+        found["fc.weight"] = BASE["fc.weight"] * (1 + own["fc.weight"][:, None])
+        found["out.weight"] = BASE["out.weight"] * (1 + own["out.weight"])
+    elif kind == "lycoris oft":
+        for name in NAMES:
+            found[f"{name}.weight"] = turned_rows(BASE[f"{name}.weight"], lycoris_oft(), name)
+    elif kind == "glora":
+        for name in NAMES:
+            weight, own = BASE[f"{name}.weight"].astype(np.float64), glora()
+            a1, a2, b1, b2 = (own[f"{name}.{part}.weight"] for part in ("a1", "a2", "b1", "b2"))
+            found[f"{name}.weight"] = weight + 2 / 3 * (weight @ a1 @ a2 + b1 @ b2)
     else:
         own = vera()
         for name in NAMES:
@@ -97,7 +152,10 @@ def expected(kind: str) -> dict[str, Array]:
     return found
 
 
-KINDS: dict[str, tuple[dict[str, Any], Any, str]] = {
+KINDS: dict[str, tuple[dict[str, Any] | None, Any, str]] = {
+    "lycoris ia3": (None, lycoris_ia3, "lora_unet_"),
+    "lycoris oft": (None, lycoris_oft, "lora_unet_"),
+    "glora": (None, glora, "lora_unet_"),
     "ia3": (IA3, ia3, adapters.PREFIX),
     "oft": (OFT, oft, adapters.PREFIX),
     "vera": (VERA, vera, "base_model."),
@@ -107,7 +165,12 @@ KINDS: dict[str, tuple[dict[str, Any], Any, str]] = {
 def write(path: Path, kind: str, **settings: Any) -> Path:
     config, made, begin = KINDS[kind]
     tensors = {begin + name: values for name, values in made().items()}
-    adapters.write(path, tensors, {"adapter_config.json": config | settings}, "adapter_model")
+    if config is None:
+        path.mkdir(parents=True)
+        save_file(tensors, path / "adapter.safetensors")
+        return path
+    files = {"adapter_config.json": config | settings}
+    adapters.write(path, tensors, files, "adapter_model")
     return path
 
 
@@ -120,7 +183,7 @@ def opened(place: Path, block: int = BLOCK) -> Store:
         adapters.write(path, tensors, {"config.json": {}}, "model")
         store.add(path, name=name)
     for kind in KINDS:
-        store.add(write(place / str(block) / kind, kind), name=kind, base="base")
+        store.add(write(place / str(block) / kind, kind), name=kind.replace(" ", "-"), base="base")
     return store
 
 
@@ -131,7 +194,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def ask(*experts: str, method: str = "task_arithmetic", **more: Any) -> MergeRequest:
-    return MergeRequest(base="base", experts=experts, method=method, **more)
+    named = [one.replace(" ", "-") for one in experts]
+    return MergeRequest(base="base", experts=named, method=method, **more)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,7 +219,7 @@ def test_ia3_has_the_bits_of_a_product_in_float32(store: Store) -> None:
 def test_they_merge_as_the_models_that_they_make(store: Store, tmp_path: Path, method: str) -> None:
     """Beside a fine-tune, each method gives the reference's bits for what an adapter makes."""
     given: dict[str, Any] = {} if method == "task_arithmetic" else {"density": 0.5}
-    for kind in ("ia3", "oft"):
+    for kind in ("ia3", "oft", "lycoris-oft", "glora"):
         store.merge(store.plan(ask(kind, method="passthrough")), name="alone")
         plan = store.plan(
             MergeRequest(
@@ -224,7 +288,7 @@ def test_runs_of_rows_have_the_same_bits(size: int) -> None:
     """What rows become does not depend on which others are computed with them."""
     base = drawn((10, 192), 3)
     numbers = drawn((192 // size, size * (size - 1) // 2), 4, 0.1)
-    multiplier = MULTIPLIERS["oft"].made(base.shape, (0, 0.0), numbers)
+    multiplier = MULTIPLIERS["oft"].made(base.shape, (0, 0.0, 1.0), numbers)
     empty = np.empty((0, 192), np.float32)
     factors = Factors(empty.T[:0], empty, np.ones(1, np.float32), None, multiplier)
 
@@ -237,6 +301,39 @@ def test_runs_of_rows_have_the_same_bits(size: int) -> None:
     whole = applied(0, 10)
     for first, rows in ((0, 1), (3, 4), (9, 1)):
         assert applied(first, rows).tobytes() == whole[first : first + rows].tobytes()
+
+
+def multiplied(form: str, base: Array, scale: float, *tensors: Array) -> Array:
+    """What a form makes of a whole tensor."""
+    multiplier = MULTIPLIERS[form].made(base.shape, (scale,), *tensors)
+    rows, columns = len(base), base[0].size
+    left, right = np.empty((rows, 0), np.float32), np.empty((0, columns), np.float32)
+    factors = Factors(left, right, np.ones(1, np.float32), None, multiplier)
+    out = np.empty(base.nbytes, np.uint8)
+    factors.apply(base.reshape(-1).view(np.uint8), "F32", 0, base.size, out)
+    return out.view(np.float32).reshape(base.shape)
+
+
+def test_convolutions_are_multiplied_at_each_place() -> None:
+    """An input of LyCORIS' IA3 and GLoRA is all places of a channel, an output all of its row."""
+    base = drawn((6, 4, 3, 3), 40)
+    vector, side = drawn((1, 4, 1, 1), 41), np.ones((), np.float32)
+    found = multiplied("ia3 of lycoris", base, 1.0, vector, side)
+    assert np.allclose(found, base * (1 + vector), atol=1e-6)
+    outputs = drawn((1, 6, 1, 1), 42)
+    found = multiplied("ia3 of lycoris", base, 1.0, outputs, 0 * side)
+    assert np.allclose(found, base * (1 + outputs.transpose(1, 0, 2, 3)), atol=1e-6)
+    a1, a2, b1 = drawn((4, 2, 1, 1), 43), drawn((2, 4, 1, 1), 44), drawn((6, 2, 1, 1), 45)
+    b2 = drawn((2, 4, 3, 3), 46)
+    inputs = np.einsum("oixy,ir,rj->ojxy", base, a1[:, :, 0, 0], a2[:, :, 0, 0])
+    beside = np.einsum("or,rixy->oixy", b1[:, :, 0, 0], b2)
+    found = multiplied("glora", base, 0.5, a1, a2, b1, b2)
+    assert np.allclose(found, base + 0.5 * (inputs + beside), atol=1e-5)
+    blocks = drawn((2, 3, 3), 47, 0.3)
+    skews = (blocks - blocks.transpose(0, 2, 1)).astype(np.float64)
+    turns = [(np.eye(3) + one) @ np.linalg.inv(np.eye(3) - one) for one in skews]
+    wanted = np.einsum("knm,knixy->kmixy", turns, base.reshape(2, 3, 4, 3, 3)).reshape(base.shape)
+    assert np.allclose(multiplied("oft of lycoris", base, 0.0, blocks), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -278,8 +375,11 @@ def test_shapes_that_do_not_fit_are_refused(store: Store, tmp_path: Path) -> Non
 
 def test_a_multiplied_base_is_no_lora(store: Store) -> None:
     """Other formats have products only: what multiplies is refused with a way out; VeRA is one."""
-    with pytest.raises(Incompatible, match="multiplies the base"):
-        store.convert_adapter("oft", "base", name="x", format="peft")
+    for kind in ("oft", "ia3", "glora"):
+        with pytest.raises(Incompatible, match=r"multiplies the base|are not products"):
+            store.convert_adapter(kind, "base", name="x", format="peft")
+    with pytest.raises(Incompatible, match="is glora, and mstore combines products of LoRA"):
+        store.combine_adapters(["glora", "vera"], "cat", name="x")
     assert store.convert_adapter("vera", "base", name="x", format="peft").rank == 4
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.models.adapters.config import LoraConfig, parse_config
-from mstore.models.adapters.forms import FORMS, form_of
+from mstore.models.adapters.forms import form_of
 from mstore.models.adapters.keys import (
     ALPHA,
     BIAS,
@@ -24,11 +24,13 @@ from mstore.models.adapters.keys import (
     TEXT,
     TEXT_2,
     TEXT_3,
+    Key,
     key_of,
     kind_of,
 )
 from mstore.models.adapters.modules import Place, modules_of
-from mstore.models.adapters.products import Product, Targets, Typed, misfit
+from mstore.models.adapters.multipliers import MULTIPLIERS, multiplier_of
+from mstore.models.adapters.products import Product, Targets, Typed, form_named, misfit
 from mstore.terms.errors import Incompatible
 from mstore.terms.phrases import few
 
@@ -89,7 +91,7 @@ def layers_of(
     written: dict[tuple[str, str], str] = {}
     unknown: list[str] = []
     for name in adapter:
-        key = key_of(name)
+        key = _key_of(name, adapter)
         if key is None:
             unknown.append(name)
         elif key.part in found.setdefault((key.model, key.path), {}):
@@ -110,14 +112,14 @@ def layers_of(
             layers[model, path + _BIAS] = _of_bias(written[model, path], bias, None)
             if not parts:
                 continue
-        form = form_of(parts)
+        form = form_of(parts) or multiplier_of(parts)
         if form is None:
             told = ", ".join(sorted(parts)) or "no factors"
             problems.append(f"{path} has {told}, which make no product")
             continue
-        names = tuple(parts[part] for part in FORMS[form].parts)
+        names = tuple(parts[part] for part in form_named(form).parts)
         module, config, scale = written[model, path], configs.get(model), None
-        divisor = FORMS[form].divisor
+        divisor = form_named(form).divisor
         if alpha is None and config is not None and divisor is not None:
             rank = adapter[names[divisor]].shape[0]
             own = config.alphas.value(module, config.alpha)
@@ -130,6 +132,14 @@ def layers_of(
     if problems:
         raise misfit(problems, where)
     return layers
+
+
+def _key_of(name: str, adapter: Mapping[str, Typed]) -> Key | None:
+    """Return what a key says; LyCORIS calls the vector of an IA3 as any weight."""
+    stem = name.removesuffix(".weight")
+    side = f"{stem}.on_input"
+    key = key_of(side if stem != name and side in adapter else name)
+    return key and (key if name.endswith(key.end) else key._replace(part="vector"))
 
 
 def _of_bias(module: str, name: str, scale: float | None) -> AdapterLayer:
@@ -205,6 +215,7 @@ def _products(layer: AdapterLayer, places: Sequence[Place]) -> Iterator[Product]
             rows=place.rows,
             at=place.at,
             total=sum(one.rows for one in places),
+            settings=() if layer.form in MULTIPLIERS else None,
         )
 
 

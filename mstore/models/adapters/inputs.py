@@ -15,6 +15,7 @@ import numpy as np
 from mstore.checkpoint.models import full_name, own_name, renamed, split_name
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG
 from mstore.models.adapters.low_rank import read_singles
+from mstore.models.adapters.multipliers import rows_together
 from mstore.models.adapters.products import Product
 from mstore.models.adapters.targets import (
     AdapterPlan,
@@ -324,6 +325,7 @@ class Inputs:
                 tuple(several),
                 magnitude=magnitudes.get(tensor),
                 settings=settings.get(tensor),
+                group=rows_together(several[0]),
                 block_size=self._catalog.block_size,
             )
             id = record.id()

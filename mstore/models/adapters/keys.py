@@ -74,6 +74,8 @@ _ENDS: Final[Mapping[str, str]] = {
     ".lora_magnitude_vector": _MAGNITUDE,
     ".lora_magnitude_vector.weight": _MAGNITUDE,
     **{f".{part}": part for part in sorted(_OF_LYCORIS)},
+    **{f".{part}": part for part in ("oft_blocks", "rescale", "on_input")},
+    **{f".{part}.weight": part for part in ("a1", "a2", "b1", "b2")},
     ".diff": "diff",
     ".w_norm": "diff",
     ".diff_b": BIAS,
@@ -83,19 +85,17 @@ _ENDS: Final[Mapping[str, str]] = {
 _STARTS: Final = (
     *(".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight", ".lora.down.weight"),
     *("_lora.down.weight", ".lora_linear_layer.down.weight", ".hada_w1_a", ".lokr_w1"),
-    *(".lokr_w1_a", ".w_norm"),
+    *(".lokr_w1_a", ".w_norm", ".oft_blocks", ".on_input"),
 )
 """Ends of which one shows that a file is an adapter."""
 
 _UNKNOWN: Final[Mapping[str, str]] = {
-    ".oft_blocks": "OFT",
-    ".oft_diag": "OFT",
-    ".oft_R.weight": "OFT",
+    ".oft_diag": "OFT of this form",
+    ".oft_R.weight": "OFT of PEFT without its config",
     ".boft_R": "BOFT",
-    ".on_input": "IA3",
-    ".ia3_l": "IA3",
-    ".a1.weight": "GLoRA",
-    ".vera_lambda_b": "VeRA",
+    ".ia3_l": "IA3 of PEFT without its config",
+    ".bm.weight": "GLoRA of Tucker's form",
+    ".vera_lambda_b": "VeRA without its config",
     ".set_weight": "weights that replace others",
     ".reshape_weight": "weights of another shape",
 }
@@ -121,7 +121,9 @@ class Key(NamedTuple):
 
 def starts_adapter(name: str) -> bool:
     """Return whether a tensor of this name is in adapters only."""
-    return name.endswith(_STARTS) or (name.endswith(".diff") and name.startswith(_BEGINS))
+    return name.endswith(_STARTS) or (
+        name.endswith((".diff", ".a1.weight")) and name.startswith(_BEGINS)
+    )
 
 
 def key_of(name: str) -> Key | None:

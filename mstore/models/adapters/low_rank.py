@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from mstore.blocks.reader import Meter
 from mstore.models.adapters.forms import FORMS, Pair, stacked
-from mstore.models.adapters.multipliers import MULTIPLIERS, Multiplier, VectorScale
+from mstore.models.adapters.multipliers import MULTIPLIERS, BaseProduct, Multiplier, VectorScale
+from mstore.models.adapters.products import WHOLE
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.passes import Pass
@@ -105,27 +106,43 @@ class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
     def _multiply(
         self, multiplier: Multiplier, base: Bytes, dtype: str, first: int, n: int, out: Bytes
     ) -> None:
-        columns = self.right.shape[1]
+        columns, start = self.right.shape[1], first // self.right.shape[1]
         assert first % columns == 0
         assert n % columns == 0
         found = out[: 4 * n].view(np.float32).reshape(-1, columns)
         own = singles(base[: n * ITEMSIZES[dtype]], dtype, n).reshape(-1, columns)
         if isinstance(multiplier, VectorScale):
-            start = first // columns
             values = multiplier.values
             scale = values[start : start + len(own), None] if multiplier.of_rows else values
             with np.errstate(all="ignore"):
                 np.multiply(own, scale, out=found)
             found[np.isnan(found)] = np.nan
             return
+        if isinstance(multiplier, BaseProduct):
+            # Rows of inputs, one for each place of a convolution.
+            inputs = len(multiplier.a)
+            places = own.reshape(len(own), inputs, -1).transpose(0, 2, 1).reshape(-1, inputs)
+            nothing = np.zeros((len(places), multiplier.a.shape[1]), np.float32)
+            left = _added(nothing, places, multiplier.a)
+            made = _added(places, left, multiplier.b, multiplier.scale)
+            made = made.reshape(len(own), -1, inputs).transpose(0, 2, 1).reshape(own.shape)
+            up = multiplier.up[start : start + len(own)]
+            found[:] = _added(made, up, multiplier.down, multiplier.scale)
+            return
         size = multiplier.changes.shape[1]
+        if multiplier.of_rows:
+            assert start % size == len(own) % size == 0
+            for at in range(0, len(own), size):
+                change = multiplier.changes[(start + at) // size]
+                found[at : at + size] = _added(own[at : at + size], change, own[at : at + size])
+            if multiplier.scales is not None:
+                found *= multiplier.scales[start : start + len(own), None]
+                found[np.isnan(found)] = np.nan
+            return
         for number, change in enumerate(multiplier.changes):
             run = slice(number * size, (number + 1) * size)
             rows = np.ascontiguousarray(own[:, run])
-            turned = Factors(rows, change, np.ones(1, np.float32), None)
-            data = np.empty(4 * rows.size, np.uint8)
-            turned.apply(rows.reshape(-1).view(np.uint8), "F32", 0, rows.size, data)
-            found[:, run] = data.view(np.float32).reshape(rows.shape)
+            found[:, run] = _added(rows, rows, change)
 
     def squares(self, n: int, chunk: int) -> Squares:
         """Return sums of squares of left @ right, of n elements, and of what it is made of.
@@ -141,6 +158,18 @@ class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
         _squares(*addresses, n, chunk, scratch.ctypes.data, out.ctypes.data)
         widest, right, *chunks = out.tolist()
         return Squares(widest, right, list(zip(*[iter(chunks)] * 3, strict=True)))
+
+
+_ONE: Final = np.ones(1, dtype=np.float32)
+
+
+def _added(base: Singles, left: Singles, right: Singles, scale: Singles = _ONE) -> Singles:
+    """Return base + scale * left @ right, as a pass computes it."""
+    base, left, right = map(np.ascontiguousarray, (base, left, right))
+    out = np.empty(4 * base.size, np.uint8)
+    data = base.reshape(-1).view(np.uint8)
+    Factors(left, right, scale, None).apply(data, "F32", 0, base.size, out)
+    return out.view(np.float32).reshape(base.shape)
 
 
 class Operands(NamedTuple):
@@ -232,7 +261,8 @@ def load_factors(
         if isinstance(record, MultipliedTensor):
             [product], shape = record.products, record.base.shape
             form = MULTIPLIERS[product.form]
-            multiplier = form.made(shape, record.settings, *(next(read) for _ in product.factors))
+            settings = (*record.settings, product.scale)
+            multiplier = form.made(shape, settings, *(next(read) for _ in product.factors))
             empty = np.empty((0, math.prod(shape[1:])), np.float32)
             rows = np.empty((shape[0], 0), np.float32)
             found.append(Factors(rows, empty, np.ones(1, np.float32), None, multiplier))
@@ -274,13 +304,15 @@ def stored_bytes(catalog: Catalog, records: Sequence[AppliedTensor]) -> list[int
 def read_singles(
     catalog: Catalog, records: Sequence[Tensor], meter: Meter | None = None
 ) -> list[Singles]:
-    """Return stored tensors as float32, each of its shape."""
+    """Return stored tensors as float32, each of its shape; also those of whole numbers."""
     data = catalog.read_blocks([block for one in records for block in one.block_ids()], meter)
     found, end = [], 0
     for one in records:
         own = data[end : end + one.nbytes]
         end += one.nbytes
-        if own.ctypes.data % 4:
+        if own.ctypes.data % 8:
             own = own.copy()
-        found.append(singles(own, one.dtype, math.prod(one.shape)).reshape(one.shape))
+        is_whole = one.dtype == WHOLE
+        values = own.view(np.int64) if is_whole else singles(own, one.dtype, math.prod(one.shape))
+        found.append(values.astype(np.float32, copy=False).reshape(one.shape))
     return found

@@ -12,12 +12,14 @@ from typing import Final, Protocol
 
 import msgspec
 
-from mstore.models.adapters.forms import FORMS, product_shape
-from mstore.models.adapters.multipliers import MULTIPLIERS
+from mstore.models.adapters.forms import FORMS, FactorForm, product_shape
+from mstore.models.adapters.multipliers import MULTIPLIERS, MultiplierForm
 from mstore.numeric.codes import CODES, cast_hint
 from mstore.terms.errors import Incompatible
 
 _LISTED: Final = 8
+WHOLE: Final = "I64"
+"""The type of a whole number that an adapter may have, as torch writes it."""
 
 
 class Typed(Protocol):
@@ -72,6 +74,11 @@ class Targets(msgspec.Struct, frozen=True):
     without: tuple[str, ...] = ()
 
 
+def form_named(name: str) -> FactorForm | MultiplierForm:
+    """Return a form, of a sum or of a multiplier."""
+    return FORMS.get(name) or MULTIPLIERS[name]
+
+
 def misfit(problems: list[str], where: str) -> Incompatible:
     """Return the error for an adapter of which some tensors belong to none of the base."""
     more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
@@ -86,7 +93,9 @@ def require_product(
     """Return a product's rank.  Raises Incompatible unless it fits the base and can be computed."""
     name, own = product.tensor, base[product.tensor]
     theirs = [adapter[one] for one in product.names]
-    dtypes = {own.dtype, *(one.dtype for one in theirs)}
+    # LyCORIS has a whole number that says which side an IA3 is of.
+    own_types = {one.dtype for one in theirs if one.dtype != WHOLE or math.prod(one.shape) != 1}
+    dtypes = {own.dtype, *own_types}
     if not dtypes <= CODES.keys():
         odd = dtypes - CODES.keys()
         raise Incompatible(
@@ -97,11 +106,13 @@ def require_product(
     shapes = [one.shape for one in theirs]
     if product.settings is not None:
         try:
+            if product.magnitude is not None or product.rows or not all(own.shape):
+                raise ValueError("DoRA, rows of a tensor and empty tensors are not multiplied")
             MULTIPLIERS[product.form].require(own.shape, *shapes)
         except ValueError as error:
             raise Incompatible(
-                f"the adapter has {list(shapes[0])} for {name}, {list(own.shape)} in the base, "
-                f"which it cannot multiply ({error})",
+                f"the adapter has {' and '.join(str(list(one)) for one in shapes)} for {name}, "
+                f"{list(own.shape)} in the base, which it cannot multiply ({error})",
                 where=where,
             ) from error
         return 0
@@ -145,5 +156,5 @@ def _require_magnitudes(
 
 def divisor_of(product: Product, adapter: Mapping[str, Typed]) -> int:
     """Return what a product's alpha is divided by."""
-    divisor = FORMS[product.form].divisor
+    divisor = form_named(product.form).divisor
     return 1 if divisor is None else adapter[product.names[divisor]].shape[0]

@@ -17,11 +17,13 @@ from mstore.models.adapters.config import CONFIG, LORA, OFT, VERA, LoraConfig, p
 from mstore.models.adapters.forms import FORMS, form_of
 from mstore.models.adapters.image import configs_of, targets_of_keys
 from mstore.models.adapters.keys import key_of, starts_adapter
+from mstore.models.adapters.multipliers import MultiplierForm
 from mstore.models.adapters.products import (
     Product,
     Targets,
     Typed,
     divisor_of,
+    form_named,
     misfit,
     require_product,
 )
@@ -331,9 +333,12 @@ class AdapterPlan(msgspec.Struct, frozen=True):
             return self.config.scale_of(product.module)
         if product.scale is not None:
             return product.scale
-        divisor = divisor_of(product, adapter)
-        is_scaled = product.alpha is not None and FORMS[product.form].divisor is not None
-        return alphas[product.alpha] / divisor if is_scaled and product.alpha else 1.0
+        form = form_named(product.form)
+        takes_alpha = isinstance(form, MultiplierForm) and form.takes_alpha
+        if product.alpha is None or not (takes_alpha or form.divisor is not None):
+            # Without alpha a product counts once, and an OFT has no constraint.
+            return 0.0 if takes_alpha else 1.0
+        return alphas[product.alpha] / divisor_of(product, adapter)
 
 
 def check_adapter(

@@ -52,9 +52,11 @@ def tensor_chunk(
     under = [one.base.dtype for one in members if isinstance(one, AppliedTensor)]
     chunk = chunk_elements(block_size, *(one.dtype for one in members), *under, *dtypes)
     shape = base.shape
-    if any(isinstance(one, AppliedTensor) and one.needs_rows for one in members):
+    together = {one.rows_together for one in members if isinstance(one, AppliedTensor)} - {0}
+    if together:
         # Its rows are those of the matrix that a tensor of more dimensions counts as.
-        whole, shape = True, (shape[0], math.prod(shape[1:]))
+        rows = math.lcm(*together)
+        whole, shape = True, (-(-shape[0] // rows), rows * math.prod(shape[1:]))
     return whole_rows(chunk, shape) if whole else chunk
 
 

@@ -221,9 +221,9 @@ class AppliedTensor(Tensor, frozen=True, array_like=True, tag="applied/1", gc=Fa
         return sum(one.nbytes for one in self.factors)
 
     @property
-    def needs_rows(self) -> bool:
-        """Whether an element depends on all of its row."""
-        return self.magnitude is not None
+    def rows_together(self) -> int:
+        """How many rows depend on each other, in groups; 0: elements do not depend on others."""
+        return int(self.magnitude is not None)
 
     @property
     def is_sum(self) -> bool:
@@ -235,14 +235,15 @@ class MultipliedTensor(AppliedTensor, frozen=True, array_like=True, tag="multipl
     """base * what an adapter's tensors make of it, in float32.
 
     products: one, whose form says what its tensors multiply (`models.adapters.multipliers`).
-    settings: numbers of the adapter's config that this form needs.
+    settings: numbers of the adapter's config that this form needs. group: `rows_together`.
     """
 
     settings: tuple[float, ...] = ()
+    group: int = 1
 
     @property
-    def needs_rows(self) -> bool:
-        return True
+    def rows_together(self) -> int:
+        return self.group
 
     @property
     def is_sum(self) -> bool:
@@ -255,12 +256,16 @@ def applied(
     *,
     magnitude: Tensor | None,
     settings: tuple[float, ...] | None,
+    group: int,
     block_size: int,
 ) -> AppliedTensor:
-    """Return the record, with the names of its blocks.  settings: None unless it is multiplied."""
+    """Return the record, with the names of its blocks.
+
+    settings: None unless it is multiplied; then group counts, too.
+    """
     nbytes = 4 * math.prod(base.shape)
     given = (APPLIED_DTYPE, base.shape, nbytes, b"", base, products, magnitude)
-    whole = AppliedTensor(*given) if settings is None else MultipliedTensor(*given, settings)
+    whole = AppliedTensor(*given) if settings is None else MultipliedTensor(*given, settings, group)
     key = whole.encode()
     names = [
         blake3(number.to_bytes(8, "little") + key, derive_key_context=_CONTEXT).digest()
