@@ -314,6 +314,28 @@ def multiplied(form: str, base: Array, scale: float, *tensors: Array) -> Array:
     return out.view(np.float32).reshape(base.shape)
 
 
+def test_chunks_are_whole_blocks_of_rows(tmp_path: Path) -> None:
+    """A rotation of three rows never has one of them in another chunk, beside any other expert."""
+    base, blocks = drawn((1800, 64), 50), drawn((600, 3, 3), 51, 0.3)
+    vector = drawn((1800,), 52)
+    wanted = multiplied("oft of lycoris", base, 0.0, blocks)
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        for name, tensors in (
+            ("base", {"fc.weight": base}),
+            ("oft", {"lora_unet_fc.oft_blocks": blocks}),
+            ("ia3", {"lora_unet_fc.weight": vector, "lora_unet_fc.on_input": np.array(0)}),
+        ):
+            save_file(tensors, tmp_path / f"{name}.safetensors")
+            store.add(tmp_path / f"{name}.safetensors", name=name)
+        plan = store.plan(ask("oft", method="passthrough"))
+        store.merge(plan, name="merged")
+        assert store["merged"].tensor("fc.weight").tobytes() == wanted.tobytes()
+        store.merge(store.plan(ask("oft", "ia3")), name="both")
+        scaled = multiplied("ia3 of lycoris", base, 1.0, vector, np.zeros((), np.float32))
+        both = store["both"].tensor("fc.weight")
+        assert np.allclose(both, wanted + scaled - base, rtol=1e-5, atol=1e-5)
+
+
 def test_convolutions_are_multiplied_at_each_place() -> None:
     """An input of LyCORIS' IA3 and GLoRA is all places of a channel, an output all of its row."""
     base = drawn((6, 4, 3, 3), 40)
