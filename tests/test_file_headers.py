@@ -1,4 +1,4 @@
-"""Models that are one file with a name of its own, as image tools keep them."""
+"""Models that are one file: their digests, the lineage in their headers, and their names."""
 
 from __future__ import annotations
 
