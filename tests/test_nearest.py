@@ -125,23 +125,94 @@ def test_unrelated_models_are_no_base(models: Models, dtype: str) -> None:
     assert "none with values near these" in report.base_reason
 
 
-@pytest.mark.parametrize("kind", ["name", "shape", "dtype", "not sampled", "missing"])
-def test_other_tensors_are_no_base(models: Models, kind: str) -> None:
-    """A model with another tensor name, shape (of equal size), dtype, or one less is none."""
+def single(directory: Path, name: str, arrays: Arrays) -> Path:
+    """A file of weights alone, as image models are shared."""
+    path = directory / f"{name}.safetensors"
+    write_safetensors(path, tensors_of(arrays))
+    return path
+
+
+EMA = {"model_ema.weight": cast(np.random.default_rng(4).standard_normal(9000), "BF16")}
+POSITIONS = {"text_model.embeddings.position_ids": np.arange(77)}
+
+
+def with_channels(arrays: Arrays, shape: tuple[int, ...]) -> Arrays:
+    values = np.random.default_rng(5).standard_normal(shape) / 50
+    return arrays | {"input_blocks.0.0.weight": cast(values, "BF16")}
+
+
+@pytest.mark.parametrize("is_base", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["positions", "marks", "ema", "channels", "name", "shape", "dtype"]
+)
+def test_a_base_that_has_most_of_the_tensors_is_found(
+    store: Store, tmp_path: Path, kind: str, is_base: bool
+) -> None:
+    """What one side lacks, or has in another shape or type, hides no base: the others are stored
+    as differences to it, and that tensor by itself; the file comes back as it was."""
+    plain, other = weights(1), moved(weights(1), 2, 0.01, frozen=1)
+    match kind:
+        case "positions":
+            other |= POSITIONS
+        case "marks":
+            other |= {"v_pred": np.zeros(0, "f4"), "ztsnr": np.zeros(0, "f4")}
+        case "ema":
+            other |= EMA
+        case "channels":
+            plain, other = (
+                with_channels(plain, (700, 4, 3, 3)),
+                with_channels(other, (700, 9, 3, 3)),
+            )
+        case "name":
+            other["other"] = other.pop("norm.weight")
+        case "shape":
+            other["layers.3.weight"] = other["layers.3.weight"].reshape(700, 128)
+        case "dtype":
+            other["layers.3.weight"] = other["layers.3.weight"].view(np.float16)
+    models = [plain, other][:: -1 if is_base else 1]
+    first, second = (single(tmp_path, f"m{n}", one) for n, one in enumerate(models))
+    store.add(first, name="a/base")
+    report = store.add(second, name="a/tuned", detect_base=True)
+    assert base_of(report) == "a/base"
+    assert report.base_reason is not None
+    assert f" of the {len(models[1])} tensors; " in report.base_reason
+    assert report.blocks_equal_base is not None
+    assert report.blocks_equal_base >= 3
+    assert report.bytes_written < 0.75 * second.stat().st_size
+    store.checkout("a/tuned", tmp_path / "out")
+    assert (tmp_path / "out" / second.name).read_bytes() == second.read_bytes()
+    assert store.fsck(read_data=True).problems == ()
+
+
+@pytest.mark.parametrize("kind", ["name", "shape", "dtype", "size"])
+def test_a_model_that_has_the_lesser_part_is_no_base(models: Models, kind: str) -> None:
+    """Where most bytes are in tensors of other names, shapes (of equal size) or types, it is none,
+    whatever the rest holds."""
     models.add("a", weights(1))
     other = weights(1)
-    if kind == "name":
-        other["other"] = other.pop("norm.weight")
-    elif kind == "shape":
-        other["layers.3.weight"] = other["layers.3.weight"].reshape(700, 128)
-    elif kind == "dtype":
-        other["layers.3.weight"] = other["layers.3.weight"].view(np.float16)
-    elif kind == "not sampled":
-        # Of one value, so that no block of it is compared.
-        other["norm.weight"] = cast(np.ones(700), "F16")
-    else:
-        del other["mask"]
+    for n in range(1, 4):
+        name = f"layers.{n}.weight"
+        match kind:
+            case "name":
+                other[f"other.{n}"] = other.pop(name)
+            case "shape":
+                other[name] = other[name].reshape(700, 128)
+            case "dtype":
+                other[name] = other[name].view(np.float16)
+            case "size":
+                other[name] = other[name][1:]
     assert models.add("b", other).base is None
+
+
+def test_of_equal_values_the_base_with_more_of_the_tensors_wins(
+    store: Store, models: Models
+) -> None:
+    """A base that lacks compared blocks ranks below one that has them, however new it is."""
+    base = weights(1)
+    few = {name: array for name, array in base.items() if name != "layers.3.weight"}
+    models.add("whole", base)
+    store.add(models.write("part", few), name="part")
+    assert base_of(models.add("tuned", moved(base, 7, 0.01))) == "whole"
 
 
 def test_the_root_of_the_family_is_preferred(models: Models) -> None:

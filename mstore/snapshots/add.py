@@ -25,6 +25,7 @@ from mstore.checkpoint.strict_json import json_object
 from mstore.models.adapters.config import CONFIG, MAX_CONFIG
 from mstore.models.adapters.targets import check_adapter, has_keys, is_adapter, is_any_adapter
 from mstore.models.made import Publication, assembled, texts_of
+from mstore.models.optional import optional_differences
 from mstore.models.stats.store import StatsStore
 from mstore.snapshots import digests
 from mstore.snapshots.add_files import FileAdder, readable_tensors
@@ -161,9 +162,13 @@ def _require_fine_tune(
     for tensor, id in tensors.items():
         record = records[id]
         of_base[tensor] = shapes.get(tensor, ()) if record is None else record.shape
+    types = {one: record.dtype for one, id in tensors.items() if (record := records[id])}
+    odd = optional_differences(types, {one: slots[one].dtype for one in shapes})
+    needed = (
+        {one: shape for one, shape in side.items() if one not in odd} for side in (of_base, shapes)
+    )
     require_same_shapes(
-        chosen(of_base, asked.only, asked.skip),
-        chosen(shapes, asked.only, asked.skip),
+        *(chosen(side, asked.only, asked.skip) for side in needed),
         what="not a fine-tune of this base",
         where=name,
         hint=phrase(
@@ -218,7 +223,7 @@ def add(
             catalog, checkpoint, base_manifest, only=base.only, skip=base.skip, where=name
         )
         told_size = differences.require_differences()
-    elif base_manifest is not None:
+    elif base_manifest is not None and base.given:
         _require_fine_tune(base_manifest, of_base or {}, checkpoint, catalog, name, base)
     tick = ProgressCounter("add", _to_read(checkpoint, differences), progress)
     adder = FileAdder(catalog, statistics, of_base, policy, only=base.only, skip=base.skip)

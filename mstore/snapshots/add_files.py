@@ -379,9 +379,11 @@ class FileAdder:
             for slot in source.slots
         ]
         bases = readable_tensors(self.catalog, {id for id in base_ids if id is not None})
-        for slot, base_id in zip(source.slots, base_ids, strict=True):
-            base = None if base_id is None else bases[base_id]
-            self.lost_tensors += base_id is not None and base is None
+        for slot, id in zip(source.slots, base_ids, strict=True):
+            base = None if id is None else bases[id]
+            self.lost_tensors += id is not None and base is None
+            # A base that was found may have a few of other shapes.
+            is_alike = base is not None and base.shape == slot.shape
             parts.append(
                 _PartPlan(
                     slot.name,
@@ -389,8 +391,8 @@ class FileAdder:
                     slot.shape,
                     start + slot.begin,
                     slot.end - slot.begin,
-                    base,
-                    base_id,
+                    base if is_alike else None,
+                    id if is_alike else None,
                 )
             )
         return parts

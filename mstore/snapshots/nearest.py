@@ -1,10 +1,12 @@
 """The nearest base: which stored snapshot a checkpoint was most likely fine-tuned from.
 
-A candidate has the checkpoint's tensors: the same names, dtypes and shapes.  Those that the
-checkpoint itself declares (`checkpoint.declared`) come first; if none of them fits, every snapshot
-that a ref reaches is a candidate.  Among candidates the values decide: a few blocks of the
-checkpoint, selected by hash, are compared with the candidate's blocks at the same positions, and
-the nearest wins.  A model trained from scratch agrees in nothing but its shapes, and is no base.
+A candidate has most of the checkpoint's tensors, by bytes: the same names, dtypes and shapes.  What
+only one of them has (a copy of averaged weights, a buffer, a layer with more channels) is stored
+without a base.  Candidates that the checkpoint itself declares (`checkpoint.declared`) come first;
+if none of them fits, every snapshot that a ref reaches is a candidate.  Among candidates the values
+decide: a few blocks of the checkpoint, selected by hash, are compared with the candidate's blocks
+at the same positions, and the nearest wins.  A model trained from scratch agrees in nothing but its
+shapes, and is no base.
 
 Deltas have depth 1, so a base that has a base itself serves no better than that base does.  The
 search therefore takes the root of a family, unless a later member is clearly nearer or the
@@ -124,12 +126,21 @@ class _Sampled(msgspec.Struct, frozen=True):
 
 
 class _Score(msgspec.Struct, frozen=True):
-    """A candidate's nearness, from 0 to 1, and the count of sampled blocks that are equal."""
+    """A candidate's nearness, from 0 to 1, and the count of sampled blocks that are equal.
+
+    share: of the sampled bytes, those in tensors that the candidate has; the nearness is theirs.
+    """
 
     candidate: _Candidate
     nearness: float
+    share: float
     equal: int
     blocks: int
+
+    @property
+    def worth(self) -> float:
+        """What ranks candidates: the nearness, where it has nothing to compare 0."""
+        return self.nearness * self.share
 
     @property
     def words(self) -> str:
@@ -222,7 +233,7 @@ class _Search:
             return Nearest(None, "no other model in the store has these tensors")
         found = self._choose(fitting)
         if found is not None:
-            return self._nearest(*found, "it has the same tensors")
+            return self._nearest(*found, self._told_tensors(found[0].candidate))
         return Nearest(
             None, "models with these tensors are in the store, but none with values near these"
         )
@@ -263,6 +274,12 @@ class _Search:
             return True
         return False
 
+    def _told_tensors(self, candidate: _Candidate) -> str:
+        alike, count = self._alike_records(candidate), len(self._slots)
+        if len(alike) == count == len(self._tensors(candidate)):
+            return "it has the same tensors"
+        return f"it has {len(alike)} of the {count} tensors"
+
     def _nearest(self, best: _Score, chosen: _Score, why: str) -> Nearest:
         if chosen.candidate is best.candidate:
             return Nearest(chosen.candidate.id, f"{why}; {chosen.words}")
@@ -298,26 +315,38 @@ class _Search:
         return set()
 
     def _fitting(self, candidates: Iterable[_Candidate]) -> list[_Candidate]:
-        """Return those whose tensors have the same names and sizes, up to the limit."""
-        fitting: list[_Candidate] = []
+        """Return those with most of the checkpoint's tensors by name and size, up to the limit.
+
+        Those with the same tensors first, then by the bytes that both have.
+        """
+        same: list[_Candidate] = []
+        others: list[tuple[int, _Candidate]] = []
         for number, candidate in enumerate(candidates):
-            if number == self._limits.manifests or len(fitting) == self._limits.candidates:
+            if number == self._limits.manifests or len(same) == self._limits.candidates:
                 break
             with suppress(NotFound, Corrupt):
-                if self._has_same_sizes(candidate):
-                    fitting.append(candidate)
-        return fitting
+                shared, is_same = self._shared(candidate)
+                # Models that only one of them has leave at least half of the checkpoint's bytes.
+                if 0 < sum(self._sizes.values()) <= 2 * shared:
+                    if is_same:
+                        same.append(candidate)
+                    else:
+                        others.append((shared, candidate))
+        # A stable sort: of equal ones, the order of the candidates counts.
+        others.sort(key=lambda one: -one[0])
+        return [*same, *(one for _, one in others)][: self._limits.candidates]
 
-    def _has_same_sizes(self, candidate: _Candidate) -> bool:
-        """Return whether the models that both have are equal in names and sizes.
+    def _shared(self, candidate: _Candidate) -> tuple[int, bool]:
+        """Return the bytes of tensors that are equal in name and size.
 
-        These are at least half of the checkpoint's bytes.
+        And whether these are all that the models have which are in both.
         """
         models = self._models(candidate)
         pairs = paired(models.named, self._named_models)
         theirs = renamed(sizes_of(self._catalog, models.manifest), pairs)
         own = renamed(self._sizes, {one: one for one in pairs.values()})
-        return bool(own) and own == theirs and 2 * sum(own.values()) >= sum(self._sizes.values())
+        shared = sum(size for name, size in own.items() if theirs.get(name) == size)
+        return shared, own == theirs
 
     # -- which is nearest --------------------------------------------------------------------
 
@@ -327,10 +356,8 @@ class _Search:
         """Return the nearest that is near enough, and the member of its family to use."""
         scores = [score for each in candidates if (score := self._score(each)) is not None]
         # A stable sort: the order of the candidates decides between equally near ones.
-        for best in sorted(scores, key=lambda score: -score.nearness):
-            if best.nearness < NEAR_ENOUGH:
-                break
-            if self._has_same_tensors(best.candidate):
+        for best in sorted(scores, key=lambda score: -score.worth):
+            if best.nearness >= NEAR_ENOUGH and self._has_most_tensors(best.candidate):
                 word = called.get(best.candidate.id)
                 is_meant = word is not None and word.is_base and best.equal < best.blocks
                 return best, best if is_meant else self._root_or(best)
@@ -341,39 +368,39 @@ class _Search:
         if root is None or root is best.candidate or not self._fitting([root]):
             return best
         score = self._score(root)
-        if score is None or score.nearness < NEAR_ENOUGH or not self._has_same_tensors(root):
+        if score is None or score.nearness < NEAR_ENOUGH or not self._has_most_tensors(root):
             return best
         # The base of a copy is the base of the original.
         is_copy = best.equal == best.blocks
-        return score if is_copy or score.nearness >= ROOT_SHARE * best.nearness else best
+        return score if is_copy or score.worth >= ROOT_SHARE * best.worth else best
 
     def _score(self, candidate: _Candidate) -> _Score | None:
-        """Score a candidate; None if a sampled tensor differs in kind or cannot be read."""
+        """Score a candidate; None if it has none of the sampled tensors or cannot be read."""
         sample = self._blocks()
-        if not sample:
-            return None
+        compared = same = equal = 0
+        unequal: list[tuple[_Sampled, BlockId]] = []
         try:
             tensors = self._tensors(candidate)
-            same = 0
-            unequal: list[tuple[_Sampled, BlockId]] = []
-            sample = [each for each in sample if each.tensor in tensors]
-            if not sample:
-                return None
             for each in sample:
-                tensor = self._catalog.tensor(tensors[each.tensor])
-                if (tensor.dtype, tensor.shape) != (each.dtype, each.shape):
-                    return None
+                id = tensors.get(each.tensor)
+                tensor = None if id is None else self._catalog.tensor(id)
+                if tensor is None or (tensor.dtype, tensor.shape) != (each.dtype, each.shape):
+                    continue
+                compared += len(each.data)
                 other = tensor.block(each.number)
                 if other == each.id:
                     same += len(each.data)
+                    equal += 1
                 else:
                     unequal.append((each, other))
             near = self._mean_closeness(unequal)
         except (NotFound, Corrupt):
             return None
-        total = sum(len(each.data) for each in sample)
-        nearness = (same + near * (total - same)) / total
-        return _Score(candidate, nearness, len(sample) - len(unequal), len(sample))
+        if not compared:
+            return None
+        nearness = (same + near * (compared - same)) / compared
+        share = compared / sum(len(each.data) for each in sample)
+        return _Score(candidate, nearness, share, equal, len(sample))
 
     def _mean_closeness(self, pairs: list[tuple[_Sampled, BlockId]]) -> float:
         """Return the mean over the first few differing blocks, weighted by length."""
@@ -386,19 +413,25 @@ class _Search:
         )
         return summed / sum(len(each.data) for each, _ in read)
 
-    def _has_same_tensors(self, candidate: _Candidate) -> bool:
-        """Return whether every tensor has the dtype and shape it has in the checkpoint."""
+    def _has_most_tensors(self, candidate: _Candidate) -> bool:
+        """Return whether most of the checkpoint's bytes are of tensors that are alike in both."""
+        alike = self._alike_records(candidate)
+        return 2 * sum(self._sizes[name] for name in alike) >= sum(self._sizes.values())
+
+    def _alike_records(self, candidate: _Candidate) -> list[str]:
+        """Return the tensors that have the dtype and shape they have in the checkpoint."""
         try:
             tensors = self._tensors(candidate)
-            records = self._catalog.tensors(list(tensors.values()))
+            names = [name for name in tensors if name in self._slots]
+            records = self._catalog.tensors([tensors[name] for name in names])
         except (NotFound, Corrupt):
-            return False
-        return all(
-            (record.dtype, record.shape) == (slot.dtype, slot.shape)
-            for record, (_, _, slot) in zip(
-                records, (self._slots[name] for name in tensors), strict=True
-            )
-        )
+            return []
+        slots = [self._slots[name][2] for name in names]
+        return [
+            name
+            for name, record, slot in zip(names, records, slots, strict=True)
+            if (record.dtype, record.shape) == (slot.dtype, slot.shape)
+        ]
 
     def _tensors(self, candidate: _Candidate) -> Mapping[str, TensorId]:
         """Return a candidate's tensors by what the checkpoint calls those to compare with."""

@@ -33,6 +33,7 @@ from mstore.models.adapters.inputs import Inputs, ModelChoice, ModelPairs, stand
 from mstore.models.adapters.targets import is_adapter, is_any_adapter
 from mstore.models.compare import ComparedPart, ComparedSums, Measure, comparable
 from mstore.models.made import conflicts, stated_licence
+from mstore.models.optional import is_optional
 from mstore.models.stats.pairs import known_rows
 from mstore.models.stats.store import StatsStore
 from mstore.models.vocabulary.members import PARTS, chat_template, rows_of
@@ -289,12 +290,15 @@ def _tensors(
 ) -> Iterator[CompatibilityFinding]:
     ours, theirs = (_records(catalog, one.tensors, request) for one in (base, other))
     missing = [name for name in ours if name not in theirs]
+    extra = [name for name in theirs if name not in ours]
     if missing and len(missing) == len(ours):
         yield _finding(other, "names", ERROR, f"has no tensor of {base.name}: it is another model")
         return
-    extra = [name for name in theirs if name not in ours]
     skips = phrase("leave them to the base with {skip}", skip=Option("skip"))
-    is_allowed = request.allow_missing
+    records = {**ours, **theirs}
+    is_allowed = request.allow_missing or all(
+        is_optional(name, records[name].dtype) for name in (*missing, *extra)
+    )
     if is_allowed:
         # Another one may stand for a tied embedding.
         tensors = base.tensors

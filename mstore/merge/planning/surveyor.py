@@ -40,6 +40,7 @@ from mstore.merge.planning.tensors import (
 )
 from mstore.merge.recipes.layers import ModelLayers, layers_of
 from mstore.models.adapters.inputs import Inputs, Names
+from mstore.models.optional import is_optional
 from mstore.models.stats.chunk import CHUNK, finite
 from mstore.models.stats.chunks import tensor_chunk
 from mstore.models.stats.store import StatsStore
@@ -50,7 +51,7 @@ from mstore.store.objects.shapes import chosen, require_same_shapes
 from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.store.tied import ties_embeddings
 from mstore.terms.errors import BadRequest, Incompatible
-from mstore.terms.ids import TensorId
+from mstore.terms.ids import ManifestId, TensorId
 from mstore.terms.phrases import Option, call, few, phrase
 from mstore.terms.report import Progress, ProgressCallback
 
@@ -132,14 +133,9 @@ class Surveyor:
         expert_ids = [catalog.snapshot(e.snapshot).manifest_id() for e in request.experts]
         base = catalog.manifest(base_id)
         names = [one.name for one in (request.base, *request.experts)]
-        inputs = Inputs(
-            *(catalog, base_id, expert_ids, names),
-            choice=request.choice,
-            fill=request.allow_missing,
-            companions=[role for role, _ in request.companions],
-            only=request.only,
-            skip=request.skip,
-        )
+        inputs = self._inputs_of(base_id, expert_ids, names, fill=request.allow_missing)
+        if not request.allow_missing and self._has_optional(inputs):
+            inputs = self._inputs_of(base_id, expert_ids, names, fill=True)
         self._inputs = inputs
         records = _tensors(inputs, inputs.base)
         experts, has_missing = self._experts(records)
@@ -205,6 +201,31 @@ class Surveyor:
             without=inputs.without,
         )
 
+    def _inputs_of(
+        self, base: ManifestId, experts: Sequence[ManifestId], names: Sequence[str], *, fill: bool
+    ) -> Inputs:
+        request = self._request
+        return Inputs(
+            *(self._catalog, base, experts, names),
+            choice=request.choice,
+            fill=fill,
+            companions=[role for role, _ in request.companions],
+            only=request.only,
+            skip=request.skip,
+        )
+
+    def _has_optional(self, inputs: Inputs) -> bool:
+        """Return whether an expert lacks, or has beside the base's, tensors that it may."""
+        request = self._request
+        for own in inputs.models:
+            ids = {**inputs.base, **own}
+            odd = dict.fromkeys(inputs.base.keys() ^ own.keys(), ())
+            names = list(chosen(odd, request.only, request.skip))
+            records = inputs.records([ids[name] for name in names])
+            if any(is_optional(name, one.dtype) for name, one in zip(names, records, strict=True)):
+                return True
+        return False
+
     def _experts(self, base: RecordsByName) -> tuple[list[RecordsByName], bool]:
         """Return the tensors of experts and companions, and whether one lacks some or has others.
 
@@ -219,16 +240,22 @@ class Surveyor:
         ):
             found = _tensors(inputs, ids)
             theirs = chosen(_shapes(found), request.only, request.skip)
-            if request.allow_missing:
-                lacks = ours.keys() & lacking
-                if lacks == ours.keys() and ours:
-                    raise Incompatible(
-                        f"has none of the tensors of {request.base.name} that are merged: it is "
-                        "another model",
-                        where=expert.name,
-                    )
-                has_missing |= bool(lacks) or not theirs.keys() <= ours.keys()
-                theirs = {name: shape for name, shape in theirs.items() if name in ours}
+            lacks = ours.keys() & lacking
+            if lacks == ours.keys() and ours:
+                raise Incompatible(
+                    f"has none of the tensors of {request.base.name} that are merged: it is "
+                    "another model",
+                    where=expert.name,
+                )
+            others = theirs.keys() - ours.keys()
+            if inputs.fills:
+                has_missing |= bool(lacks or others)
+                refused = set()
+                if not request.allow_missing:
+                    odd = lacks | others
+                    refused = {one for one in odd if not is_optional(one, found[one][1].dtype)}
+                left = (others - refused) | (lacks & refused)
+                theirs = {name: shape for name, shape in theirs.items() if name not in left}
             if ours != theirs:
                 require_same_shapes(
                     ours,

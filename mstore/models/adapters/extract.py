@@ -34,6 +34,7 @@ from mstore.models.adapters.truncation import (
     truncated,
 )
 from mstore.models.made import Publication, put_array, put_model
+from mstore.models.optional import optional_differences
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
 from mstore.store.catalog import Catalog
@@ -133,6 +134,12 @@ def extract(
     require_format(format)
     current = branch_for_adapter(catalog, name)
     ours, theirs = (_tensors(catalog, one, only, skip) for one in (base, expert))
+    odd = optional_differences(
+        *({name: one.dtype for name, (_, one) in side.items()} for side in (ours, theirs))
+    )
+    ours, theirs = (
+        {name: one for name, one in side.items() if name not in odd} for side in (ours, theirs)
+    )
     require_same_shapes(
         {tensor: record.shape for tensor, (_, record) in ours.items()},
         {tensor: record.shape for tensor, (_, record) in theirs.items()},

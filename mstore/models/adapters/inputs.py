@@ -144,6 +144,7 @@ class Inputs:
         """By expert: an adapter's tensors of text encoders that the base does not have."""
         self._model = catalog.manifest(base)
         self._models = models_in(catalog, self._model)
+        self.fills = fill
         members = [models_in(catalog, catalog.manifest(id)) for id in experts]
         choice = choice or ModelChoice(None, (None,) * len(experts))
         names = names or ("the base", *(f"expert {number + 1}" for number in range(len(experts))))

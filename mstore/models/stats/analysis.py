@@ -23,6 +23,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE
 from mstore.blocks.reader import Meter
 from mstore.models.adapters.inputs import Inputs, ModelChoice, Names
+from mstore.models.optional import optional_differences
 from mstore.models.stats import deltas
 from mstore.models.stats.chunk import CHUNK
 from mstore.models.stats.chunks import (
@@ -355,10 +356,16 @@ def analyze(
     inputs = Inputs(catalog, base_id, [expert_id], [base.name, expert.name], choice=choice)
     bases, experts = (_tensors(inputs, names) for names in inputs.members)
     require_matches({*bases, *experts}, only, skip, base.name)
-    wanted = chosen({name: record.shape for name, (_, record) in bases.items()}, only, skip)
+    odd = optional_differences(
+        *({name: one.dtype for name, (_, one) in side.items()} for side in (bases, experts))
+    )
+    wanted, theirs = (
+        chosen({name: one.shape for name, (_, one) in side.items() if name not in odd}, only, skip)
+        for side in (bases, experts)
+    )
     require_same_shapes(
         wanted,
-        chosen({name: record.shape for name, (_, record) in experts.items()}, only, skip),
+        theirs,
         what=f"not a fine-tune of {base.name}",
         where=expert.name,
         hint=difference_hint(base.name, expert.name),
