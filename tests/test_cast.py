@@ -26,7 +26,7 @@ from small_models import BLOCK
 
 from mstore import MergeRequest, Store
 from mstore.merge.planning.warnings import FAR
-from mstore.models import cast as casting
+from mstore.models import casting
 from mstore.models.scales import Scale, apply
 from mstore.numeric.casts import narrowed, widened
 from mstore.store.catalog import Catalog

@@ -431,7 +431,13 @@ class Adding(OpenStore):
         self,
         revision: Revision,
         *,
-        dtype: str | Any,
+        dtype: str | Any | None = None,
+        without: Sequence[str] = (),
+        take: Revision | None = None,
+        below: str = "",
+        channels_of: Revision | None = None,
+        strip_prefix: str = "",
+        prefix: str = "",
         name: str | None = None,
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
@@ -440,7 +446,7 @@ class Adding(OpenStore):
         threads: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> CastReport:
-        """Store a model again with its floating-point tensors in another element type.
+        """Store a model again with elements of another type, other tensors or other names.
 
         Merging computes with bfloat16, float16 and float32; models in other types are cast first.
         Each element is rounded once, to nearest, ties to even.  Weights in float8 with scales
@@ -450,8 +456,19 @@ class Adding(OpenStore):
         others are shared.
 
         dtype: bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2, by name or as
-        torch or numpy has it.  Those in 8 bits get no scales.
-        name: the ref; None means `cast/MODEL-DTYPE`.
+        torch or numpy has it.  Those in 8 bits get no scales.  None: every tensor keeps its own.
+        without: patterns of tensors that the new model does not have.
+        take, below: another model, REF or REF:MODEL, whose tensors take the place of those whose
+        names begin with `below`: a VAE that is baked in, below `first_stage_model.`.  If names in
+        the other model begin so, these are taken as they are called; else all, with `below` before
+        their names.  Names and shapes agree, but for optional tensors; `without` makes room for
+        others.
+        channels_of: a model; tensors that differ from it in input channels alone get as many.  They
+        keep their own first ones, and what they lack is the other model's: so a model of four
+        channels merges into one for inpainting, of nine.
+        strip_prefix, prefix: what names lose where they begin so, and what they then get.
+        Patterns match the names before that.  A tensor whose bytes stay takes no space again.
+        name: the ref; None means `cast/MODEL-DTYPE`, without a type `cast/MODEL-reshaped`.
         only, skip: patterns of tensor names; tensors that they leave out stay as they are, and so
         do the other models of a snapshot of which REF:MODEL names one.
         message: the reason, in words.
@@ -461,23 +478,34 @@ class Adding(OpenStore):
         Elements that are too large become infinite, in float8_e4m3fn 448, as in torch; the report
         counts them.
 
-        Raises NotFound, BadRequest (a dtype, a virtual merge, no such pattern), Incompatible
-        (scales that are missing or of another form, another quantization, elements that became
-        infinite), BadName, Conflict,
+        Raises NotFound, BadRequest (a dtype, a virtual merge, no such pattern or prefix, nothing to
+        do), Incompatible (tensors that cannot take the place of others, scales that are missing or
+        of another form, another quantization, elements that became infinite), BadName, Conflict,
         Corrupt, StorageFailed; then nothing is published.
         """
         from mstore.models.cast import cast
+        from mstore.models.reshape import Reshape
         from mstore.numeric.codes import cast_dtype
         from mstore.terms.requests import dtype_name
 
-        wanted = cast_dtype(str(dtype_name(dtype)))
+        wanted = None if dtype is None else cast_dtype(str(dtype_name(dtype)))
         model = self._input(revision)
-        with contents.held(self._catalog, [model.snapshot]):
+        reshape = Reshape(
+            tuple(without),
+            None if take is None else self._input(take),
+            below,
+            None if channels_of is None else self._input(channels_of),
+            strip_prefix,
+            prefix,
+        )
+        used = [model, *reshape.others]
+        with contents.held(self._catalog, [one.snapshot for one in used]):
             return cast(
                 self._catalog,
                 (model.name, model.snapshot),
                 of=model.model,
                 dtype=wanted,
+                reshape=reshape,
                 name=name,
                 only=tuple(only),
                 skip=tuple(skip),

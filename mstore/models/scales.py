@@ -232,6 +232,9 @@ class Scales(msgspec.Struct, frozen=True):
     dropped: frozenset[str]
 
 
+NO_SCALES: Final = Scales({}, frozenset())
+
+
 def scales_of(
     tensors: Mapping[str, Tensor],
     stated: Quantization | None,

@@ -22,6 +22,7 @@ from mstore.checkpoint.strict_json import json_object
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.tensors import (
     first_names,
+    hint_for_channels,
     hint_for_scales,
     hint_for_types,
     odd_types,
@@ -41,7 +42,13 @@ from mstore.models.vocabulary.tokenizer import TOKENIZER, Tokenizer, differences
 from mstore.store.catalog import Catalog
 from mstore.store.models import Models, models_in
 from mstore.store.objects.manifest import Manifest
-from mstore.store.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
+from mstore.store.objects.shapes import (
+    EMBEDDINGS,
+    chosen,
+    differ_in_channels,
+    matching,
+    require_matches,
+)
 from mstore.store.objects.tensor import Tensor
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
 from mstore.terms.errors import Incompatible
@@ -334,7 +341,11 @@ def _tensors(
         if name not in rows
     ]
     if others:
-        yield _finding(other, "shapes", ERROR, few(others, _NAMED), skips)
+        shapes = [(ours[name].shape, theirs[name].shape) for name in differing if name not in rows]
+        hint = skips
+        if all(differ_in_channels(*pair) for pair in shapes):
+            hint = hint_for_channels(base.name, other.name)
+        yield _finding(other, "shapes", ERROR, few(others, _NAMED), hint)
     if rows:
         one = rows[0]
         yield _finding(

@@ -23,7 +23,7 @@ from mstore.merge.arithmetic.masks import draws
 from mstore.merge.moe.architectures import PARTS
 from mstore.merge.moe.assemble import layers_of, mlp_name
 from mstore.merge.planning.recipes import PreparedModel
-from mstore.models.cast import Caster, CastJob
+from mstore.models.casting import Caster, CastJob
 from mstore.models.made import Publication, assembled, texts_of
 from mstore.numeric.casts import Values
 from mstore.numeric.codes import CODES

@@ -23,6 +23,7 @@ from mstore.store.objects.plan import Criteria, Plan
 from mstore.store.objects.shapes import (
     EMBEDDINGS,
     Globs,
+    differ_in_channels,
     differ_in_vocabulary,
     difference_hint,
     matching,
@@ -156,7 +157,17 @@ def hint_for(
     if differ_in_vocabulary(ours, theirs):
         models = {"base": base, "experts": (expert,)}
         hint = phrase("{align} gives them one vocabulary", align=call("align", **models))
+    pairs = [(ours[name], shape) for name, shape in theirs.items() if name in ours]
+    differing = [pair for pair in pairs if pair[0] != pair[1]]
+    if differing and all(differ_in_channels(*pair) for pair in differing):
+        hint = hint_for_channels(base, expert)
     return hint_for_scales(base, _types(records), expert, _types(found)) or hint
+
+
+def hint_for_channels(base: str, expert: str) -> Phrase:
+    """Return what to do about an expert whose tensors differ in input channels alone."""
+    cast = call("cast", expert, channels_of=base)
+    return phrase("{cast} gives them the base's channels", cast=cast)
 
 
 def odd_types(base: Tensor, other: Tensor) -> set[str]:

@@ -29,6 +29,8 @@ EMBEDDINGS = re.compile(
     r"token_embedding|shared|wte|lm_head|output|decoder|output_projection)(\.weight)?$"
 )
 """Finds the names that models use for their input and output word embeddings."""
+CHANNELS = 1
+"""The dimension of input channels; of a matrix, that of its inputs."""
 # Name parts of all common adapter formats (PEFT, diffusers, kohya).
 _ADAPTER = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.", ".lora_embedding_A")
 
@@ -140,6 +142,13 @@ def differ_in_vocabulary(base: Shapes, other: Shapes) -> bool:
     return bool(differing) and all(
         EMBEDDINGS.search(name) and base[name][1:] == other[name][1:] for name in differing
     )
+
+
+def differ_in_channels(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether two shapes differ in the number of input channels, and in nothing else."""
+    if one == other or len(one) != len(other) or len(one) <= CHANNELS:
+        return False
+    return [*one[:CHANNELS], *one[CHANNELS + 1 :]] == [*other[:CHANNELS], *other[CHANNELS + 1 :]]
 
 
 def require_same_shapes(base: Shapes, other: Shapes, *, what: str, where: str, hint: Text) -> None:
