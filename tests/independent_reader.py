@@ -566,7 +566,7 @@ def manifest_rules(record: Record) -> None:
         need(not re.search("[\0-\x1f\x7f-\x9f]", file.path), f"a control character: {file.path!r}")
         directories = {"/".join(parts[:n]) for n in range(1, len(parts))}
         need(directories.isdisjoint(paths), f"a file that is a directory of {file.path!r}")
-        need(file.form == file.path.endswith(".safetensors"), f"form {file.form} of {file.path!r}")
+        need(file.form == file.path.endswith(WEIGHTS), f"form {file.form} of {file.path!r}")
         names = [part.name for part in file.parts]
         need(names and names[0] is None, f"no first part of {file.path!r}")
         need(all(name is not None for name in names[1:]), f"a part without name in {file.path!r}")
@@ -724,6 +724,8 @@ RULES = {
 # --- models --------------------------------------------------------------------------------------
 
 STEMS = ("model", "diffusion_pytorch_model", "adapter_model", "consolidated")
+WEIGHTS = (".safetensors", ".sft")
+_SUFFIX = r"\.(?:safetensors|sft)"
 _VARIANT = "([A-Za-z0-9_-]+)"
 _NUMBER = "([0-9]{1,6})"
 
@@ -745,12 +747,12 @@ def as_index(name: str) -> tuple[str, str] | None:
 
 def as_shard(name: str) -> tuple[tuple[str, str], int, int] | None:
     """Stem and variant, N, and I of a numbered shard; N is 0 where the name does not tell it."""
-    if found := re.fullmatch(rf"consolidated\.{_NUMBER}\.safetensors", name):
+    if found := re.fullmatch(rf"consolidated\.{_NUMBER}{_SUFFIX}", name):
         return ("consolidated", ""), 0, int(found[1])
     numbers = rf"-{_NUMBER}-of-{_NUMBER}"
-    if found := re.fullmatch(rf"({'|'.join(STEMS)}){numbers}\.{_VARIANT}\.safetensors", name):
+    if found := re.fullmatch(rf"({'|'.join(STEMS)}){numbers}\.{_VARIANT}{_SUFFIX}", name):
         return (found[1], found[4]), int(found[3]), int(found[2])
-    found = re.fullmatch(rf"(.+){numbers}\.safetensors", name)
+    found = re.fullmatch(rf"(.+){numbers}{_SUFFIX}", name)
     return (_split(found[1]), int(found[3]), int(found[2])) if found else None
 
 
@@ -780,7 +782,8 @@ def models_of(paths: Iterable[str], read: Callable[[str], bytes]) -> dict[str, M
                 others.append((_escaped(_below(directory, stem)), model))
         others += [(_escaped(_below(directory, stem)), model) for stem, model in beside]
     for name, model in others:
-        models[_with_variant(f"{name}.safetensors" if name in models else name, model)] = model
+        suffix = model.files[0].rpartition(".")[2]
+        models[_with_variant(f"{name}.{suffix}" if name in models else name, model)] = model
     return models
 
 
@@ -804,13 +807,13 @@ def _groups(
     left = {name: path for name, path in here.items() if path not in claimed}
     indexed = set(groups)
     for name, path in left.items():
-        if name.endswith(".safetensors"):
-            stem = name.removesuffix(".safetensors")
+        if name.endswith(WEIGHTS):
+            stem = name.rpartition(".")[0]
             told = _split(stem)
             if shard := as_shard(name):
                 of = numbered.setdefault(shard[0], {})
                 of.setdefault(shard[1], {})[shard[2]] = path
-            elif told in indexed:
+            elif told in indexed or told in groups:
                 beside.append((stem, Model("", [path], {})))
             else:
                 groups[told] = Model(told[1], [path], {})

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import independent_reader
 import numpy as np
 import pytest
 from cli_runs import Program
@@ -51,6 +52,9 @@ SHARDED = {INDEX: {"a": ONE, "b": TWO}, HALF: {"a": "h.safetensors"}}
             {"u": 1, "u@non_ema": 1},
         ),
         (["mix_v1.safetensors", "mix_v2.safetensors"], {"mix_v1": 1, "mix_v2": 1}),
+        (["flux.sft"], {"": 1}),
+        (["flux.sft", "flux.safetensors", "vae.sft"], {"flux": 1, "flux.sft": 1, "vae": 1}),
+        (["model.sft", "model.safetensors"], {"": 1, "model": 1}),
         (
             ["x/model.safetensors", "x.safetensors", "y.safetensors"],
             {"x": 1, "x.safetensors": 1, "y": 1},
@@ -106,10 +110,11 @@ _STEM = st.sampled_from(
     ["model", "diffusion_pytorch_model", "adapter_model", "consolidated", "mix"]
 )
 _FILE = st.builds(
-    lambda stem, variant, shard: f"{stem}{variant}{shard}.safetensors",
+    lambda stem, variant, shard, suffix: f"{stem}{variant}{shard}.{suffix}",
     _STEM,
     st.sampled_from(["", ".fp16", ".ema"]),
     st.sampled_from(["", "-00001-of-00002", "-00002-of-00002", "-00001-of-00001"]),
+    st.sampled_from(["safetensors", "sft"]),
 )
 _FOLDER = st.sampled_from(["", "unet/", "a:b/", "unet/x/", "unet@fp16/"])
 _PATH = st.builds(lambda folder, file: f"{folder}{file}", _FOLDER, _FILE)
@@ -117,14 +122,18 @@ _PATH = st.builds(lambda folder, file: f"{folder}{file}", _FOLDER, _FILE)
 
 @given(st.lists(_PATH, unique=True, max_size=12), st.randoms(use_true_random=False))
 def test_a_file_is_of_one_model_at_most(paths: list[str], draw: Any) -> None:
-    """Models share no file and no name, each has one file at least, and the order of paths does
-    not matter."""
+    """Models share no file and no name, each has one file at least, the order of paths does not
+    matter, and a reader that shares no line with the library finds the same."""
     found = models_of(paths, lambda _: {})
     files = [file for one in found for file in one.files]
     assert len(files) == len(set(files))
     assert set(files) <= set(paths)
     assert len({one.name for one in found}) == len(found)
     assert all(one.files for one in found)
+    read = independent_reader.models_of(paths, lambda _: b"{}")
+    assert {one.name: list(one.files) for one in found} == {
+        name: one.files for name, one in read.items()
+    }
     draw.shuffle(paths)
     assert models_of(paths, lambda _: {}) == found
 

@@ -10,9 +10,13 @@ import families
 import numpy as np
 import pytest
 from checkpoints import write_safetensors
+from cli_runs import Program
+from conversion_here import convert_here
 from families import BLOCK, Arrays, tensors_of
 
 from mstore import MergeRequest, Store
+from mstore.api.integrations.directory import as_directory
+from mstore.checkpoint.conversion import ConversionLimits
 from mstore.models.optional import is_optional
 from mstore.terms.errors import Incompatible
 
@@ -57,8 +61,8 @@ class Files:
         self.root = root
         self.store = store
 
-    def add(self, name: str, arrays: Arrays, suffix: str = ".safetensors") -> Path:
-        path = self.root / f"{name}{suffix}"
+    def add(self, name: str, arrays: Arrays) -> Path:
+        path = self.root / f"{name}.safetensors"
         write_safetensors(path, tensors_of(arrays), metadata={"format": "pt"})
         self.store.add(path, name=name)
         return path
@@ -159,3 +163,65 @@ def test_a_base_that_is_named_and_measured(files: Files) -> None:
     assert report.base is not None
     assert files.store.analyze("again", "base").tensors_measured >= 0
     files.store.extract_lora("again", "base", name="lora", rank=4)
+
+
+# -- files as they come ----------------------------------------------------------------------------
+
+
+def test_sft_is_safetensors(files: Files) -> None:
+    """A file with the short suffix is kept under its name, byte for byte; its tensors are a model:
+    they have a base, merge, and are compared, listed, shown and left out as those of others."""
+    start = weights(1)
+    files.add("base", start)
+    path = files.root / "one.sft"
+    write_safetensors(path, tensors_of(tuned(start, 2)), metadata={"format": "pt"})
+    report = files.store.add(path, name="one", detect_base=True)
+    assert report.base is not None
+    assert [one.path for one in files.store.files("one")] == ["one.sft"]
+    same(files.arrays("one"), tuned(start, 2))
+    files.store.checkout("one", files.root / "out")
+    assert (files.root / "out" / "one.sft").read_bytes() == path.read_bytes()
+    assert files.store.diff_directory("one", files.root / "out").tensors_equal == len(start)
+    files.store.checkout("one", files.root / "bare", weights=False)
+    assert not (files.root / "bare" / "one.sft").exists()
+    plan = files.store.plan(replace(ASKED, experts=["one"]))
+    files.store.merge(plan, name="m")
+    same(files.arrays("m"), tuned(start, 2))
+    # As the base it gives the merge its file's name.
+    files.store.merge(files.store.plan(replace(ASKED, base="one", experts=["base"])), name="n")
+    assert [one.path for one in files.store.files("n") if one.path.endswith("t")] == ["one.sft"]
+    with as_directory(files.store["one"]) as place:
+        assert (place / "one.sft").read_bytes() == path.read_bytes()
+    files.store.cast("one", prefix="x.", name="renamed")
+    assert {one.file for one in files.store.tensors("renamed")} == {"one.sft"}
+
+
+def test_a_short_and_a_long_suffix_side_by_side(files: Files) -> None:
+    """Two files of one directory that differ in it are two models; a lone one in a directory is
+    weights enough."""
+    for suffix, seed in ((".safetensors", 1), (".sft", 2)):
+        write_safetensors(files.root / "both" / f"flux{suffix}", tensors_of(weights(seed)))
+    files.store.add(files.root / "both", name="both")
+    assert files.store["both"].models() == ["flux", "flux.sft"]
+
+
+def test_a_ckpt_of_stable_diffusion(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone .ckpt is refused with the command that converts it; that takes its state_dict, and
+    the model merges like any other."""
+    import torch
+
+    convert_here(monkeypatch)
+    start = weights(1)
+    files.add("base", start)
+    tensors = {name: torch.from_numpy(one) for name, one in tuned(start, 2).items()}
+    path = files.root / "old.ckpt"
+    torch.save({"state_dict": tensors, "global_step": 470000, "epoch": 3}, path)
+    mstore = Program(Path(files.store.path))
+    refused = mstore("add", path, "--name", "one")
+    assert refused.status == 1
+    assert f"add {path} --name old.ckpt --convert" in refused.err
+    report = files.store.add(path, name="one", convert=ConversionLimits(), detect_base=True)
+    assert report.base is not None
+    assert any("'epoch', 'global_step'" in remark for remark in report.remarks)
+    assert [one.path for one in files.store.files("one")] == ["old.safetensors"]
+    same(files.arrays("one"), tuned(start, 2))

@@ -36,7 +36,13 @@ from mstore.checkpoint.exclusion import (
     Exclusion,
     is_of_training,
 )
-from mstore.checkpoint.paths import CONTROL, INDEX_SUFFIX, SAFETENSORS_SUFFIX, quoted
+from mstore.checkpoint.paths import (
+    CONTROL,
+    INDEX_SUFFIX,
+    SAFETENSORS_SUFFIX,
+    is_safetensors,
+    quoted,
+)
 from mstore.checkpoint.reading import read_part
 from mstore.checkpoint.tree import Tree, TreeFile, walk
 from mstore.terms.errors import BadCheckpoint, Unavailable
@@ -154,7 +160,7 @@ def _is_pickle(found: TreeFile) -> bool:
 
 
 def _check_tasks(tasks: list[_Task], own: set[str], tree: Tree) -> None:
-    if not tasks and not any(path.endswith(SAFETENSORS_SUFFIX) for path in own):
+    if not tasks and not any(map(is_safetensors, own)):
         raise BadCheckpoint(
             "holds no weights: no .safetensors file, and no pickle that torch.save wrote",
             where=str(tree.shown),

@@ -54,6 +54,7 @@ from mstore.checkpoint.paths import (
     SAFETENSORS_SUFFIX,
     check_case_twins,
     check_relative,
+    is_safetensors,
     name_for,
     quoted,
 )
@@ -81,7 +82,7 @@ _TOP_OF_A_PIPELINE = frozenset({"model_index.json", "modular_model_index.json"})
 _NUMBERED = re.compile(r"checkpoint-[0-9]+")
 # The names that transformers and peft use for pickled weights.
 _PICKLED_WEIGHTS = re.compile(r"(pytorch_model|adapter_model)[^/]*\.bin")
-_SHARD = re.compile(r"(?P<stem>.+)-[0-9]+-of-(?P<of>[0-9]{1,6})\.safetensors")
+_SHARD = re.compile(r"(?P<stem>.+)-[0-9]+-of-(?P<of>[0-9]{1,6})\.(safetensors|sft)")
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER = 1024
 _CONFIGS = ("config.json", "adapter_config.json")
@@ -209,7 +210,7 @@ def scan(
     exclusion: Exclusion = NOTHING_EXCLUDED,
     shown: Path | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint directory, or a single .safetensors file, without its tensor data.
+    """Read a checkpoint directory, or a single .safetensors or .sft file, without its tensor data.
 
     shown: what errors call it; None: as `path`.
 
@@ -311,14 +312,14 @@ def _sources(
 
 def _source(found: TreeFile, where: str, limits: HeaderLimits) -> SourceFile:
     header: Header | None = None
-    if found.path.endswith(SAFETENSORS_SUFFIX):
+    if is_safetensors(found.path):
         header = read_header(found.absolute, limits=limits, where=where, stamp=found.stamp)
     return SourceFile(found.path, found.absolute, found.stamp, header)
 
 
 def _require_safetensors(tree: Tree, path: Path) -> None:
     names = [each.path for each in tree.files]
-    if any(name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for name in names):
+    if any(is_safetensors(name) or name.endswith(INDEX_SUFFIX) for name in names):
         # A lone index passes: the check of the index names the missing shards.
         return
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
@@ -348,11 +349,11 @@ def _refuse_pickled_top(tree: Tree) -> None:
     paths = {each.path for each in tree.files}
     top = {path for path in paths if "/" not in path}
     pickles = sorted(filter(is_pickled_top, top))
-    is_one = any(path.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for path in top)
+    is_one = any(is_safetensors(path) or path.endswith(INDEX_SUFFIX) for path in top)
     if not pickles or is_one or top & (_TOP_OF_ONE - {"config.json"}):
         return
     is_named = any(_PICKLED_WEIGHTS.fullmatch(path) for path in pickles)
-    homes = {posixpath.dirname(path) for path in paths if path.endswith(SAFETENSORS_SUFFIX)}
+    homes = {posixpath.dirname(path) for path in paths if is_safetensors(path)}
     below = sorted(
         home
         for home in homes

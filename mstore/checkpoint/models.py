@@ -10,8 +10,9 @@ The stems STEMS are those of a directory's model; where a directory has several,
 `model.fp16.safetensors`, its shards and its index are the variant `fp16`: DIRECTORY@fp16.  Files
 of another stem are a model of their own, called by their path without `.safetensors`, or with it
 where another model has that name; a lone one is called by its directory.  A single file of a stem
-whose index names others is a model of its own, too.  Numbered shards that no index names, beside
-an index or a single file of their stem, belong to no model.
+whose index names others is a model of its own, too, and so is the second of two that differ in
+their suffix: `.sft` is `.safetensors` under another name.  Numbered shards that no index names,
+beside an index or a single file of their stem, belong to no model.
 
 A tensor is called MODEL:NAME, and in the model without a name NAME, or :NAME if it has a colon.
 `:`, `@` and `%` of a model's path are written `%3A`, `%40` and `%25`.
@@ -30,7 +31,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
+from mstore.checkpoint.paths import SAFETENSORS_SUFFIX, is_safetensors, without_suffix
 
 STEMS: Final = ("model", "diffusion_pytorch_model", "adapter_model", "consolidated")
 """Names of the files of a directory's model, the first that it has counting."""
@@ -115,7 +116,7 @@ def is_index(path: str) -> bool:
 
 def is_weights(path: str) -> bool:
     """Return whether a file may be one of a model: weights, or a shard index."""
-    return path.endswith(SAFETENSORS_SUFFIX) or is_index(path)
+    return is_safetensors(path) or is_index(path)
 
 
 def files_of(
@@ -179,7 +180,8 @@ def models_of(paths: Iterable[str], weight_map: Callable[[str], WeightMap]) -> t
     for path, variant, model in own:
         name = path + (f"@{variant}" if variant else "")
         if name in named:
-            name = f"{path}{SAFETENSORS_SUFFIX}" + (f"@{variant}" if variant else "")
+            suffix = posixpath.splitext(model.files[0])[1]
+            name = f"{path}{suffix}" + (f"@{variant}" if variant else "")
         named[name] = msgspec.structs.replace(model, name=name)
     return tuple(named[name] for name in sorted(named))
 
@@ -207,17 +209,22 @@ def _groups(
             taken |= shards
             yield (*key, tuple(sorted(shards)), index)
     singles: dict[tuple[str, str], str] = {}
+    twins: list[str] = []
     numbered: dict[tuple[str, str], dict[int, dict[int, str]]] = {}
     for path in sorted(here - taken):
-        if not path.endswith(SAFETENSORS_SUFFIX):
+        if not is_safetensors(path):
             continue
         stem, variant, number, of = _parsed(_stem_of(path))
-        if of is None:
+        if of is None and (stem, variant) in singles:
+            twins.append(path)
+        elif of is None:
             singles[stem, variant] = path
         else:
             numbered.setdefault((stem, variant), {}).setdefault(of, {})[number] = path
     for key, path in singles.items():
         yield (None if key in ruled else key[0]), key[1], (path,), None
+    for path in twins:
+        yield None, "", (path,), None
     for key, sets in numbered.items():
         whole = [tuple(found.values()) for of, found in sorted(sets.items()) if len(found) >= of]
         if whole and key not in ruled and key not in singles:
@@ -252,4 +259,4 @@ def _rank(stem: str | None) -> int:
 
 
 def _stem_of(path: str) -> str:
-    return posixpath.basename(path).removesuffix(SAFETENSORS_SUFFIX)
+    return without_suffix(posixpath.basename(path))

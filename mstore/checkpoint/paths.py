@@ -16,6 +16,7 @@ from mstore.terms.errors import BadCheckpoint
 INDEX_SUFFIX = ".safetensors.index.json"
 """How the file that says which tensors are in which shard ends."""
 SAFETENSORS_SUFFIX = ".safetensors"
+_SAFETENSORS = (SAFETENSORS_SUFFIX, ".sft")
 MAX_PATH_BYTES = 4096
 MAX_COMPONENT_BYTES = 255
 MAX_DEPTH = 64
@@ -33,7 +34,19 @@ def quoted(text: str, width: int = 120) -> str:
 def name_for(path: PurePath) -> str:
     """Return a ref name for a checkpoint at `path`: its own, with `-` for what refs cannot have."""
     found = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).strip("-.")
-    return found.removesuffix(".safetensors") or "x"
+    return without_suffix(found) or "x"
+
+
+def is_safetensors(path: str) -> bool:
+    """Return whether a file of this name is one of weights; some programs cut the suffix short."""
+    return path.endswith(_SAFETENSORS)
+
+
+def without_suffix(path: str) -> str:
+    """Return the path of a file of weights without its suffix; any other path stays."""
+    for suffix in _SAFETENSORS:
+        path = path.removesuffix(suffix)
+    return path
 
 
 def check_relative(path: str, where: str) -> None:

@@ -51,7 +51,13 @@ from mstore.checkpoint.exclusion import (
     spares,
 )
 from mstore.checkpoint.origin import Origin
-from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, quoted
+from mstore.checkpoint.paths import (
+    check_case_twins,
+    check_relative,
+    is_safetensors,
+    name_for,
+    quoted,
+)
 from mstore.checkpoint.reading import (
     Stamp,
     changed,
@@ -150,7 +156,7 @@ def _refuse_unloadable(
     found: Sequence[TreeFile], excluded: Sequence[Excluded], shown: Path
 ) -> None:
     """Refuse exclusions that leave no loadable model: weights, and the files they need."""
-    weights = [one.path for one in found if one.path.endswith(WEIGHTS)]
+    weights = [one.path for one in found if is_safetensors(one.path)]
     if not weights:
         lost = next((one for one in excluded if one.has_weights), None)
         # If the final model of a run is pickled, its earlier states may be excluded.
@@ -413,7 +419,7 @@ class _Walker(msgspec.Struct, frozen=True):
             return None
         if not is_directory:
             size = entry.stat(follow_symlinks=False).st_size
-            return Excluded(_shown(relative), pattern, 1, size, relative.endswith(WEIGHTS))
+            return Excluded(_shown(relative), pattern, 1, size, is_safetensors(relative))
         counted = self._counted(relative, pattern)
         return None if spares(pattern, has_weights=counted.has_weights) else counted
 
@@ -432,7 +438,7 @@ class _Walker(msgspec.Struct, frozen=True):
                         continue
                     files += 1
                     size += entry.stat(follow_symlinks=False).st_size
-                    has_weights = has_weights or entry.name.endswith(WEIGHTS)
+                    has_weights = has_weights or is_safetensors(entry.name)
         return Excluded(f"{_shown(relative)}/", pattern, files, size, has_weights)
 
     @contextmanager

@@ -36,9 +36,9 @@ from mstore.checkpoint.exclusion import IGNORE_FILE, Exclusion
 from mstore.checkpoint.models import is_index
 from mstore.checkpoint.origin import Origin
 from mstore.checkpoint.paths import (
-    SAFETENSORS_SUFFIX,
     check_case_twins,
     check_relative,
+    is_safetensors,
     quoted,
 )
 from mstore.checkpoint.reading import OpenSource, changed
@@ -246,7 +246,7 @@ def _fill(
     limits: CheckpointLimits | None = None,
 ) -> None:
     """Bring what the scan reads of a file: all of a small one, the header of a large one."""
-    if file.path.endswith(SAFETENSORS_SUFFIX) and limits is not None:
+    if is_safetensors(file.path) and limits is not None:
         data = repository.read(file, 0, _FIRST)
         length = 8 + int.from_bytes(data[:8], "little")
         if len(data) < length <= 8 + limits.max_header_bytes:
@@ -291,7 +291,7 @@ def _stored(
 
 
 def _is_weights(file: RemoteFile) -> bool:
-    return file.path.endswith(SAFETENSORS_SUFFIX)
+    return is_safetensors(file.path)
 
 
 def _of_repository(catalog: Catalog, origin: Origin) -> list[SnapshotId]:

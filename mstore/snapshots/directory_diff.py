@@ -22,7 +22,7 @@ from mstore.checkpoint.directory import DEFAULT_LIMITS, CheckpointLimits, read_w
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.header import Header, TensorSlot, read_header
 from mstore.checkpoint.models import files_of, full_name, models_of, name_in_model
-from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
+from mstore.checkpoint.paths import is_safetensors
 from mstore.checkpoint.reading import StampedFile
 from mstore.checkpoint.tree import Tree, TreeFile, walk
 from mstore.snapshots.diff import FileDiff, TensorDiff, compared_files
@@ -122,7 +122,7 @@ class _Directory:
         )
         self._ids: dict[_Place, list[BlockId]] = {}
         for found in tree.files:
-            if found.path.endswith(SAFETENSORS_SUFFIX):
+            if is_safetensors(found.path):
                 where = str(tree.shown / found.path)
                 try:
                     header = read_header(

@@ -26,7 +26,7 @@ from mstore.api import Snapshot
 from mstore.api.integrations.urls import snapshot_at
 from mstore.api.open_store import thread_count
 from mstore.checkpoint.models import Model, is_weights, place_of
-from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
+from mstore.checkpoint.paths import is_safetensors
 from mstore.store.ahead import in_order
 from mstore.store.objects.shapes import literal_pattern
 from mstore.store.view import SnapshotView
@@ -59,12 +59,12 @@ def as_directory(
         is_left_out = _of_other_variants(view.models.named, variant) if weights else is_weights
         shown = [path for path in view.files if not is_left_out(path)]
         place = stack.enter_context(fs.scratch()) / "model"
-        copied = [path for path in shown if not path.endswith(SAFETENSORS_SUFFIX)]
+        copied = [path for path in shown if not is_safetensors(path)]
         if copied:
             only = [literal_pattern(path) for path in copied]
             snapshot._store.checkout(snapshot.id, place, only=only)
         for path in shown:
-            if path.endswith(SAFETENSORS_SUFFIX):
+            if is_safetensors(path):
                 descriptor = _in_memory(view, path)
                 stack.callback(os.close, descriptor)
                 fs.name_in_memory(place / path, descriptor)
