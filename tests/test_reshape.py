@@ -11,6 +11,7 @@ import families
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 from checkpoints import write_safetensors
 from cli_runs import Program
 from families import BLOCK, Array, Arrays, tensors_of
@@ -337,3 +338,119 @@ def test_the_command_line(models: Models) -> None:
     refused = mstore("cast", "a")
     assert refused.status == 2
     assert "--dtype bfloat16" in refused.err
+
+
+# -- scales ----------------------------------------------------------------------------------------
+
+LAYERS = {
+    f"{UNET}double_blocks.0.img_attn.qkv.weight": (300, 256),
+    f"{UNET}single_blocks.11.linear1.weight": (256, 40),
+}
+OTHERS = {
+    f"{UNET}img_in.weight": (64, 16),
+    f"{UNET}double_blocks.0.img_attn.norm.weight": (64,),
+    f"{UNET}double_blocks.0.img_attn.qkv.bias": (3,),
+    f"{UNET}double_blocks.0.conv.weight": (8, 8, 3, 3),
+    f"{UNET}double_blocks.0.pos_embed.weight": (8, 8),
+    "text_encoders.t5.encoder.block.0.layer.0.SelfAttention.q.weight": (16, 16),
+}
+
+
+def flux(seed: int, dtype: str = "BF16") -> Arrays:
+    rng = np.random.default_rng(seed)
+    made = {
+        name: families.cast(rng.standard_normal(shape) * 0.03, dtype)
+        for name, shape in {**LAYERS, **OTHERS}.items()
+    }
+    made[next(iter(LAYERS))][:, 0] = 0
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_weights_get_scales(models: Models, dtype: str) -> None:
+    """Matrices of layers are divided by what makes their largest element 448; scales and mark are
+    ComfyUI's; others stay; and a cast back gives each element within half a step of fp8."""
+    start = flux(1, dtype)
+    models.add("a", start)
+    report = models.store.cast("a", dtype="float8_e4m3fn", scaled=True, name="m")
+    assert (report.cast, report.scaled, report.overflowed) == (len(LAYERS), len(LAYERS), 0)
+    models.store.checkout("m", models.root / "out")
+    path = models.root / "out" / "a.safetensors"
+    with safetensors.safe_open(path, "numpy") as opened:
+        names = set(opened.keys())
+    scales = {name.removesuffix("weight") + "scale_weight" for name in LAYERS}
+    assert names == {*start, *scales, f"{UNET}scaled_fp8"}
+    kinds = {one.name: (one.dtype, one.shape) for one in models.store.tensors("m")}
+    assert kinds[f"{UNET}scaled_fp8"] == ("F8_E4M3", (0,))
+    for name in scales:
+        assert kinds[name] == ("F32", ())
+    same({name: models.store["m"].tensor(name) for name in OTHERS}, {n: start[n] for n in OTHERS})
+    for name in LAYERS:
+        values = start[name].astype("f4")
+        scale = np.float32(np.abs(values).max() / 448)
+        stored = models.store["m"].tensor(name)
+        assert models.store["m"].tensor(name.removesuffix("weight") + "scale_weight") == scale
+        wanted = (values / scale).astype(ml_dtypes.float8_e4m3fn)
+        assert np.array_equal(stored.view("u1"), wanted.view("u1"))
+        assert np.abs(stored.astype("f4")).max() == 448
+    models.store.cast("m", dtype="float32", name="back")
+    assert {one.name for one in models.store.tensors("back")} == set(start)
+    for name in LAYERS:
+        values, back = start[name].astype("f4"), models.store["back"].tensor(name)
+        step = np.maximum(np.abs(values) / 16, np.abs(values).max() / 448 * 2.0**-10)
+        assert (np.abs(values - back) <= step * 1.0001).all()
+    assert models.store.fsck(read_data=True).problems == ()
+
+
+def test_wide_elements_come_first(models: Models) -> None:
+    """Where fp8 has an odd number of bytes, each tensor lies at a multiple of its element's."""
+    name = f"{UNET}double_blocks.0.a.weight"
+    models.add("a", {name: array(1, 3, 5), f"{UNET}double_blocks.0.a.bias": array(2, 3)})
+    models.store.cast("a", dtype="float8_e4m3fn", scaled=True, strip_prefix=UNET, name="m")
+    models.store.checkout("m", models.root / "out")
+    raw = (models.root / "out" / "a.safetensors").read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header.pop("__metadata__")
+    own = {f"double_blocks.0.a.{part}" for part in ("weight", "bias", "scale_weight")}
+    assert set(header) == {*own, "scaled_fp8"}
+    widths = {"F32": 4, "F16": 2, "F8_E4M3": 1}
+    for one in header.values():
+        assert (start + one["data_offsets"][0]) % widths[one["dtype"]] == 0
+
+
+def test_a_merge_in_fp8_takes_two_lines(models: Models) -> None:
+    """A merge computes in 16 or 32 bits; its error names the cast that follows."""
+    models.add("base", flux(1))
+    models.add("expert", flux(2))
+    asked = MergeRequest(base="base", experts=["expert"], method="linear", dtype="float8_e4m3fn")
+    with pytest.raises(BadRequest) as refused:
+        models.store.plan(asked)
+    assert "then store.cast(REF, dtype='float8_e4m3fn')" in (refused.value.hint or "")
+    mstore = Program(Path(models.store.path))
+    mstore.succeed(
+        "merge", "--base", "base", "--expert", "expert", "--method", "linear", "--name", "m"
+    )
+    out = mstore.succeed("cast", "m", "--dtype", "float8_e4m3fn", "--scaled", "--name", "m8").out
+    assert "2 tensors, 2 with scales" in out
+    mstore.succeed("cast", "m8", "--dtype", "bfloat16", "--name", "m16")
+
+
+def test_scales_that_make_no_sense_are_refused(models: Models) -> None:
+    """In another type, of weights in 8 bits, of what is not finite, and where there is no layer."""
+    models.add("a", flux(1))
+    with pytest.raises(BadRequest, match="in float8_e4m3fn alone"):
+        models.store.cast("a", dtype="bfloat16", scaled=True)
+    with pytest.raises(BadRequest, match="nothing is"):
+        models.store.cast("a", without=["*bias"], skip=["*norm*"])
+    models.store.cast("a", dtype="float8_e4m3fn", scaled=True, name="m")
+    with pytest.raises(Incompatible, match="8 bits already"):
+        models.store.cast("m", dtype="float8_e4m3fn", scaled=True)
+    models.add("none", {"x.weight": array(1, 4, 4)})
+    with pytest.raises(Incompatible, match="no matrix of a layer"):
+        models.store.cast("none", dtype="float8_e4m3fn", scaled=True)
+    odd = flux(1)
+    odd[next(iter(LAYERS))][0, 0] = np.nan
+    models.add("odd", odd)
+    with pytest.raises(Incompatible, match="not finite"):
+        models.store.cast("odd", dtype="float8_e4m3fn", scaled=True)

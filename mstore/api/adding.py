@@ -432,6 +432,7 @@ class Adding(OpenStore):
         revision: Revision,
         *,
         dtype: str | Any | None = None,
+        scaled: bool = False,
         without: Sequence[str] = (),
         take: Revision | None = None,
         below: str = "",
@@ -456,7 +457,10 @@ class Adding(OpenStore):
         others are shared.
 
         dtype: bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2, by name or as
-        torch or numpy has it.  Those in 8 bits get no scales.  None: every tensor keeps its own.
+        torch or numpy has it.  None: every tensor keeps its own.
+        scaled: with float8_e4m3fn, cast only the matrices of layers (of a whole checkpoint, those
+        of its diffusion model), each divided by a scale of its own, and add the scales and the mark
+        by which ComfyUI knows them.  Otherwise elements in 8 bits get no scales.
         without: patterns of tensors that the new model does not have.
         take, below: another model, REF or REF:MODEL, whose tensors take the place of those whose
         names begin with `below`: a VAE that is baked in, below `first_stage_model.`.  If names in
@@ -505,6 +509,7 @@ class Adding(OpenStore):
                 (model.name, model.snapshot),
                 of=model.model,
                 dtype=wanted,
+                scaled=scaled,
                 reshape=reshape,
                 name=name,
                 only=tuple(only),

@@ -10,20 +10,23 @@ Owns what becomes of each tensor and file.  `casting` computes the new tensors.
 
 from __future__ import annotations
 
+import math
 import posixpath
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.models import Model, full_name
 from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.models.adapters.targets import is_adapter
-from mstore.models.casting import Caster, CastJob, CastTensor
+from mstore.models.casting import Caster, CastJob, CastTensor, Change, largest
 from mstore.models.made import (
     Publication,
     Slot,
@@ -43,8 +46,11 @@ from mstore.models.scales import (
     Scales,
     marks_of,
     quantization_of,
+    scale_name,
+    scaled_weights,
     scales_of,
 )
+from mstore.numeric.casts import LARGEST_E4M3, SIZES
 from mstore.numeric.codes import CASTABLE, CASTS, CODES, EIGHT_BITS
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, models_in, tensors_of
@@ -55,13 +61,16 @@ from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import SnapshotId, TensorId
-from mstore.terms.phrases import Option, phrase
+from mstore.terms.phrases import Option, call, phrase
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 BRANCHES: Final = "cast"
 """Models are cast to branches below this name, if no other is given."""
 
 RESHAPED: Final = "reshaped"
+
+SCALABLE: Final = "F8_E4M3"
+"""The type in which weights get scales."""
 
 STATED_ELSEWHERE: Final = "hf_quant_config.json"
 """A file in which ModelOpt states a quantization."""
@@ -87,7 +96,7 @@ class CastReport(Report, frozen=True):
     cast: int
     """tensors that were cast"""
     scaled: int
-    """those of them that had scales"""
+    """those of them that had scales, or got some"""
     shared: int
     """tensors that stay as they are"""
     scales_dropped: int
@@ -120,6 +129,7 @@ def cast(
     *,
     of: str | None = None,
     dtype: str | None,
+    scaled: bool = False,
     reshape: Reshape = NO_RESHAPE,
     name: str | None,
     only: Sequence[str],
@@ -132,8 +142,9 @@ def cast(
     """Store the model with another element type under a ref.
 
     of: the one of its models to cast; None: all. dtype: of `CASTS`; None: each tensor keeps its
-    own. reshape: what else becomes of tensors. name: None for one below `cast/`. allow_nonfinite:
-    also publish a model in which elements became infinite.
+    own. scaled: give the weights of layers scales, as ComfyUI reads them; dtype is `SCALABLE`, and
+    all other tensors keep their type. reshape: what else becomes of tensors. name: None for one
+    below `cast/`. allow_nonfinite: also publish a model in which elements became infinite.
 
     Raises BadRequest (patterns, prefixes, nothing to do), Incompatible (scales that are missing or
     of another form, types that cannot be cast, tensors that do not fit, elements that became
@@ -142,14 +153,28 @@ def cast(
     began = time.monotonic()
     if dtype is None and reshape == NO_RESHAPE:
         raise BadRequest("says nothing to do", hint=Option("dtype", CASTS["BF16"]))
+    if dtype is None and (only or skip):
+        raise BadRequest(
+            "says what is cast, and nothing is",
+            where=Option("only" if only else "skip"),
+            hint=Option("without", tuple(skip)) if skip else None,
+        )
+    if scaled and dtype != SCALABLE:
+        raise BadRequest(
+            f"weights get scales in {CASTS[SCALABLE]} alone",
+            where=Option("scaled"),
+            hint=Option("dtype", CASTS[SCALABLE]),
+        )
     told = None if dtype is None else CASTS[dtype]
     branch = branch_below(BRANCHES, f"{model[0]}-{told or RESHAPED}") if name is None else name
     done = RESHAPED if told is None else f"in {told}"
     manifest = catalog.manifest_of(model[1])
-    plan = _CastPlan(catalog, manifest, of, dtype, reshape, only, skip, model[0])
+    plan = _CastPlan(catalog, manifest, of, dtype, reshape, only, skip, model[0], scaled=scaled)
     with Transaction(catalog, f"cast {branch}") as transaction:
         current = branch_to_move(catalog, branch)
         with ThreadPoolExecutor(threads, "cast") as pool:
+            if scaled:
+                plan.give_scales(transaction, pool, 2 * threads, progress)
             caster = Caster(catalog, transaction, pool)
             run = _Caster(catalog, transaction, caster, plan, 2 * threads, progress)
             made = run.manifest()
@@ -230,13 +255,13 @@ def _too_large(what: str, told: str, counts: Mapping[str, int]) -> str:
     return f"{many} too large for {told}: {where}{more}"
 
 
-_Key = tuple[TensorId, Scale | None, Tensor | None]
+_Key = tuple[TensorId, Scale | None, Tensor | None, float | None]
 
 
 class _Slot(msgspec.Struct, frozen=True):
     """A tensor of the output: its name, its part, and if it is cast, from and to what.
 
-    channels: the tensor of whose channels it gets as many.
+    channels: the tensor of whose channels it gets as many. divisor: the scale that it gets.
     """
 
     full: str
@@ -245,6 +270,7 @@ class _Slot(msgspec.Struct, frozen=True):
     scale: Scale | None
     target: Tensor | None
     channels: Tensor | None = None
+    divisor: float | None = None
 
     @property
     def name(self) -> str:
@@ -253,7 +279,7 @@ class _Slot(msgspec.Struct, frozen=True):
     @property
     def key(self) -> _Key:
         """What the new tensor follows from."""
-        return self.part.tensor_id(), self.scale, self.channels
+        return self.part.tensor_id(), self.scale, self.channels, self.divisor
 
     @property
     def entry(self) -> Slot:
@@ -279,7 +305,13 @@ class _CastPlan:
         only: Sequence[str],
         skip: Sequence[str],
         where: str,
+        *,
+        scaled: bool,
     ) -> None:
+        self._catalog = catalog
+        self._marks_made: dict[str, str] = {}
+        self._scales_made = scaled
+        self._reshape = reshape
         self.before = manifest
         self.dtype = dtype
         self._where = where
@@ -296,7 +328,7 @@ class _CastPlan:
         ]
         require_matches(names, only, skip, where)
         self._only = bool(only)
-        self._wanted = chosen(dict.fromkeys(names, ()), only, skip).keys()
+        self._wanted: AbstractSet[str] = chosen(dict.fromkeys(names, ()), only, skip).keys()
         self.files: dict[str, list[_Slot]] = {}
         self.configs: dict[str, bytes] = {}
         self.removed: set[str] = set()
@@ -346,6 +378,8 @@ class _CastPlan:
                 where=self._where,
                 hint=phrase("{dtype} does without", dtype=Option("dtype", CASTS["BF16"])),
             )
+        if self._scales_made:
+            self._choose_weights(model.name, tensors, scales)
         left = [name for name in scales.of if name in skipped]
         if left:
             raise BadRequest(
@@ -363,6 +397,73 @@ class _CastPlan:
             parts = [slot.part for slot in kept]
             if parts != [*file.tensors()] or any(slot.target is not None for slot in kept):
                 self.files[file.path] = kept
+
+    def _choose_weights(self, model: str, tensors: Mapping[str, Tensor], scales: Scales) -> None:
+        """Cast the weights of layers alone, and note which mark says that they have scales."""
+        if any(one.dtype in EIGHT_BITS for one in tensors.values()) or scales.dropped:
+            raise Incompatible(
+                "has elements of 8 bits already",
+                where=self._where,
+                hint=call("cast", self._where, dtype=CASTS["BF16"]),
+            )
+        names, mark = scaled_weights(tensors)
+        chosen_names = {full_name(model, name) for name in names} & self._wanted
+        own = {full_name(model, name) for name in tensors}
+        self._wanted = (self._wanted - own) | chosen_names
+        self._marks_made |= dict.fromkeys(chosen_names, mark)
+
+    def give_scales(
+        self,
+        transaction: Transaction,
+        pool: ThreadPoolExecutor,
+        ahead: int,
+        progress: ProgressCallback | None,
+    ) -> None:
+        """Give each weight that is cast a scale: its largest element becomes the type's largest.
+
+        Tensors of wide elements come first in a file, so that all lie where readers map them.
+        """
+        if not self._marks_made:
+            raise Incompatible("has no matrix of a layer to give a scale", where=self._where)
+        every = (slot for own in self.files.values() for slot in own)
+        slots = [slot for slot in every if slot.full in self._marks_made]
+        sources = {slot.part.tensor_id(): slot.source for slot in slots}
+        total = sum(one.nbytes for one in sources.values())
+        tick = ProgressCounter("scale", total or 1, progress)
+        found = largest(self._catalog, [*sources.values()], pool, ahead=ahead, tick=tick)
+        divisors = dict(zip(sources, map(_divisor, found), strict=True))
+        for path, own in self.files.items():
+            made: list[_Slot] = []
+            marks: dict[str, None] = {}
+            for slot in own:
+                mark = self._marks_made.get(slot.full)
+                if mark is None:
+                    made.append(slot)
+                    continue
+                divisor = divisors[slot.part.tensor_id()]
+                if divisor is None:
+                    raise Incompatible("has elements that are not finite", where=slot.full)
+                value = np.float32(divisor).tobytes()
+                made.append(msgspec.structs.replace(slot, divisor=divisor))
+                made.append(self._new(transaction, scale_name(slot.name), "F32", (), value, path))
+                marks[self._reshape.renamed(mark)] = None
+            made += [self._new(transaction, one, SCALABLE, (0,), b"", path) for one in marks]
+            self.files[path] = sorted(made, key=lambda slot: -SIZES.get(slot.entry.dtype, 1))
+        self.scaled |= self._marks_made.keys() & self.cast
+
+    def _new(
+        self,
+        transaction: Transaction,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        data: bytes,
+        path: str,
+    ) -> _Slot:
+        """Store a tensor that the model did not have."""
+        record = transaction.put_tensor(dtype, shape, [data] if data else [], path)
+        [id] = transaction.put_records([record])
+        return _Slot(name, Part(name, id, record.nbytes), record, None, None)
 
     @staticmethod
     def _headers(catalog: Catalog, files: Sequence[File]) -> list[str]:
@@ -434,6 +535,17 @@ class _CastPlan:
             self.configs[file.path] = json_bytes(changed)
 
 
+def _divisor(most: float) -> float | None:
+    """Return the scale of a weight by its largest magnitude; None if that is not finite."""
+    if not math.isfinite(most):
+        return None
+    return float(np.float32(most / LARGEST_E4M3)) or 1.0
+
+
+def _divided(divisor: float) -> Change:
+    return lambda values, _: values / np.float32(divisor)
+
+
 def _without_quantization(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config that states no quantization, neither of a part of the model."""
     return {
@@ -497,7 +609,8 @@ class _Caster:
             if slot.target is not None and slot.channels is not None:
                 self._resize(slot, slot.channels, slot.target.dtype, path)
             elif slot.target is not None and key not in self._known:
-                jobs.setdefault(key, CastJob(slot.source, slot.scale, slot.target, begin))
+                change = None if slot.divisor is None else _divided(slot.divisor)
+                jobs.setdefault(key, CastJob(slot.source, slot.scale, slot.target, begin, change))
                 names.setdefault(key, slot.name)
             begin += slot.entry.nbytes
         found = self._caster.cast(list(jobs.values()), path, ahead=self._ahead, tick=self._tick)

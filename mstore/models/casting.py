@@ -75,6 +75,52 @@ class _Done(msgspec.Struct, frozen=True):
     products: int
 
 
+def largest(
+    catalog: Catalog,
+    records: Sequence[Tensor],
+    pool: ThreadPoolExecutor,
+    *,
+    ahead: int,
+    tick: Callable[[int], None],
+) -> list[float]:
+    """Return the largest magnitude of each tensor; NaN or infinite if it has such elements."""
+    found = [0.0] * len(records)
+
+    def submitted(group: _CastBlocks) -> Future[float]:
+        return pool.submit(_largest, catalog, records[group.job], group)
+
+    groups = (
+        group
+        for number, record in enumerate(records)
+        for group in _groups(number, record, SIZES[record.dtype], catalog.block_size)
+    )
+    with closing(in_order(submitted, groups, ahead=ahead)) as done:
+        for group, one in done:
+            # A NaN stays one.
+            found[group.job] = float(np.maximum(found[group.job], one))
+            tick(group.count * SIZES[records[group.job].dtype])
+    return found
+
+
+def _largest(catalog: Catalog, record: Tensor, group: _CastBlocks) -> float:
+    return float(np.abs(widened(_read(catalog, record, group), record.dtype)).max())
+
+
+def _groups(number: int, record: Tensor, target: int, block_size: int) -> Iterator[_CastBlocks]:
+    """Yield the groups of a job.  target: bytes of an element of the new tensor."""
+    sizes = SIZES[record.dtype], target
+    # Powers of two: whole blocks of either type.
+    each = max(_GROUP_BYTES // max(sizes), block_size // min(sizes))
+    for first, count in partition(record.nbytes // sizes[0], each):
+        yield _CastBlocks(number, first, count)
+
+
+def _read(catalog: Catalog, record: Tensor, group: _CastBlocks) -> npt.NDArray[np.uint8]:
+    each = catalog.block_size // SIZES[record.dtype]
+    numbers = range(group.first // each, -(-(group.first + group.count) // each))
+    return catalog.read_blocks([record.block(number) for number in numbers])
+
+
 class Caster:
     """Casts tensors, on a pool of threads."""
 
@@ -103,7 +149,13 @@ class Caster:
                 scales[group.job] = self._mapped(job.scale.record)
             return self._pool.submit(self._group, job, group, scales.get(group.job))
 
-        groups = (group for number, job in enumerate(jobs) for group in self._groups(number, job))
+        groups = (
+            group
+            for number, job in enumerate(jobs)
+            for group in _groups(
+                number, job.source, SIZES[job.target.dtype], self._catalog.block_size
+            )
+        )
         with closing(in_order(submitted, groups, ahead=ahead)) as done:
             for group, found in done:
                 job = jobs[group.job]
@@ -127,17 +179,10 @@ class Caster:
         blocks = (self._catalog.read_block(block) for block in record.block_ids())
         return fs.unnamed(self._transaction.directory, blocks)
 
-    def _groups(self, number: int, job: CastJob) -> Iterator[_CastBlocks]:
-        sizes = SIZES[job.source.dtype], SIZES[job.target.dtype]
-        # Powers of two: whole blocks of either type.
-        each = max(_GROUP_BYTES // max(sizes), self._catalog.block_size // min(sizes))
-        for first, count in partition(job.source.nbytes // sizes[0], each):
-            yield _CastBlocks(number, first, count)
-
     def _group(self, job: CastJob, group: _CastBlocks, scale: Buffer | None) -> _Done:
         """Return the new blocks of a group.  Runs on the pool."""
         dtype = job.target.dtype
-        values = widened(self._read(job.source, group), job.source.dtype)
+        values = widened(_read(self._catalog, job.source, group), job.source.dtype)
         lost = 0
         if job.scale is not None and scale is not None:
             with np.errstate(over="ignore", invalid="ignore"):
@@ -162,8 +207,3 @@ class Caster:
             for block, is_known in zip(blocks, known, strict=True)
         ]
         return _Done(ids, encoded, overflowed, lost)
-
-    def _read(self, record: Tensor, group: _CastBlocks) -> npt.NDArray[np.uint8]:
-        each = self._catalog.block_size // SIZES[record.dtype]
-        numbers = range(group.first // each, -(-(group.first + group.count) // each))
-        return self._catalog.read_blocks([record.block(number) for number in numbers])

@@ -61,6 +61,10 @@ class Reshape(msgspec.Struct, frozen=True):
         """The other models that are needed."""
         return tuple(one for one in (self.take, self.channels_of) if one is not None)
 
+    def renamed(self, name: str) -> str:
+        """Return what a tensor of this name is called then."""
+        return self.prefix + name.removeprefix(self.strip_prefix)
+
 
 NO_RESHAPE: Final = Reshape()
 
@@ -230,7 +234,7 @@ class Reshaped:
                 self.files[path] = [self._renamed(one, seen) for one in self.files[path]]
 
     def _renamed(self, one: Placed, seen: dict[str, str]) -> Placed:
-        name = self._asked.prefix + one.own.removeprefix(self._asked.strip_prefix)
+        name = self._asked.renamed(one.own)
         if not _is_name(name):
             raise BadRequest(f"would leave {one.own!r} no name", where=Option("strip_prefix"))
         other = seen.setdefault(name, one.own)

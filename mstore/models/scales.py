@@ -7,8 +7,9 @@ code and transformers read it.  The scale is a tensor beside it:
     X_scale       compressed-tensors, FBGEMM, ModelOpt: one for all, for each row, or for each block
     scale_X       ComfyUI and musubi-tuner, beside `weight`: the same, or for each run of a row
 
-Despite its name, X_scale_inv is a factor too.  Owns these names, what config.json says of them, and
-the product.  Does not own files or rounding.
+Scales that mstore makes are ComfyUI's, one for all of a weight.  Despite its name, X_scale_inv is
+a factor too.  Owns these names, what config.json says of them, and the product.  Does not own files
+or rounding.
 
 ComfyUI, and programs that write files for it, mark single files themselves:
 
@@ -30,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.numeric.casts import SIZES, widened
-from mstore.numeric.codes import EIGHT_BITS
+from mstore.numeric.codes import CASTABLE, EIGHT_BITS
+from mstore.store.objects.shapes import EMBEDDINGS
 from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import Incompatible
 from mstore.terms.ids import Buffer
@@ -40,6 +42,8 @@ HEADER_KEY: Final = "_quantization_metadata"
 """The key of a header's metadata."""
 
 _SCALED: Final = "scaled_fp8"
+_UNET: Final = "model.diffusion_model."
+"""How the names of the tensors begin that a checkpoint of several models has scales of."""
 _OF_LAYER: Final = ".comfy_quant"
 _FORMAT: Final = re.compile(r"float8_(e4m3fn|e5m2)(_rowwise|_blockwise|_block3d)?")
 """The formats whose weights are the elements times the scales; others are packed or permuted."""
@@ -168,6 +172,32 @@ _WEIGHT: Final = "weight"
 _TYPES: Final = frozenset({"F32", "BF16", "F16", "F8_E8M0"})
 _MATRIX: Final = 2
 _NAMED: Final = 3
+
+
+_LAYER: Final = re.compile(r".*\.\d+\..*\.weight")
+_ROWS: Final = re.compile(r"(.*\.)?(\w*embed\w*|relative_attention_bias)\.weight")
+"""Matrices of which rows are looked up."""
+
+
+def scaled_weights(tensors: Mapping[str, Tensor]) -> tuple[list[str], str]:
+    """Return the weights that files of ComfyUI have scales of, and how the mark of them is called.
+
+    They are the matrices of numbered layers that are no embeddings; of a whole checkpoint, those of
+    its diffusion model.
+    """
+    below = _UNET if any(name.startswith(_UNET) for name in tensors) else ""
+    names = [
+        name
+        for name, record in tensors.items()
+        if name.startswith(below) and len(record.shape) == _MATRIX and record.dtype in CASTABLE
+        if _LAYER.fullmatch(name) and not (_ROWS.fullmatch(name) or EMBEDDINGS.search(name))
+    ]
+    return names, below + _SCALED
+
+
+def scale_name(weight: str) -> str:
+    """Return what ComfyUI calls the scale of a weight."""
+    return weight.removesuffix(_WEIGHT) + _TURNED
 
 
 class Quantization(msgspec.Struct, frozen=True):

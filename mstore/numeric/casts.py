@@ -27,7 +27,7 @@ SIZES: Final[dict[str, int]] = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8} | dict.
 )
 """Bytes per element."""
 
-_LARGEST_E4M3: Final = 448.0
+LARGEST_E4M3: Final = 448.0
 
 _TOO_LARGE: Final[dict[str, float]] = {
     "BF16": float.fromhex("0x1.ffp+127"),
@@ -146,7 +146,7 @@ def _of_halves(dtype: str) -> Bytes:
 
     values = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     if dtype == "F8_E4M3":
-        values = np.clip(values, -_LARGEST_E4M3, _LARGEST_E4M3)
+        values = np.clip(values, -LARGEST_E4M3, LARGEST_E4M3)
     with np.errstate(invalid="ignore"):
         rounded = values.astype(np.dtype(getattr(ml_dtypes, _ML_DTYPES[dtype])))
     found: Bytes = rounded.view(np.uint8)

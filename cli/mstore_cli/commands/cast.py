@@ -27,6 +27,14 @@ def cast(
             help="bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2.",
         ),
     ] = None,
+    scaled: Annotated[
+        bool,
+        Option(
+            "--scaled",
+            help="With --dtype float8_e4m3fn: give each matrix of a layer a scale, as ComfyUI "
+            "reads them, and leave all other tensors.",
+        ),
+    ] = False,
     without: Annotated[
         tuple[str, ...],
         Option("--without", metavar="PATTERN", help="Drop tensors whose names match. Repeatable."),
@@ -99,13 +107,14 @@ def cast(
     Merges compute with bfloat16, float16 and float32; models in float64 or float8 are cast first.
     Weights in float8 with scales, as in DeepSeek-V3 or of compressed-tensors, are multiplied by
     them, and the scales are dropped. Each element is rounded once. Tensors that have the dtype
-    already are shared, also under other names. A cast to float8 makes no scales: to quantize a
-    model well, use a program for that.
+    already are shared, also under other names. A cast to float8 makes no scales without --scaled:
+    to quantize a language model well, use a program for that.
     """
     with session.open() as store, session.progress() as tick:
         report = store.cast(
             revision,
             dtype=dtype,
+            scaled=scaled,
             without=without,
             take=take,
             below=below,
