@@ -204,15 +204,16 @@ def test_a_model_that_has_the_lesser_part_is_no_base(models: Models, kind: str) 
     assert models.add("b", other).base is None
 
 
-def test_of_equal_values_the_base_with_more_of_the_tensors_wins(
-    store: Store, models: Models
-) -> None:
-    """A base that lacks compared blocks ranks below one that has them, however new it is."""
+def test_the_base_with_more_of_the_tensors_wins(store: Store, models: Models) -> None:
+    """A base that lacks compared blocks ranks below one that has them, though what it has is nearer
+    than the mean of all."""
     base = weights(1)
-    few = {name: array for name, array in base.items() if name != "layers.3.weight"}
+    few = {name: array for name, array in base.items() if name != "layers.0.weight"}
     models.add("whole", base)
     store.add(models.write("part", few), name="part")
-    assert base_of(models.add("tuned", moved(base, 7, 0.01))) == "whole"
+    tuned = moved(base, 7, 0.01)
+    tuned["layers.0.weight"] = moved(base, 8, 0.1)["layers.0.weight"]
+    assert base_of(models.add("tuned", tuned)) == "whole"
 
 
 def test_the_root_of_the_family_is_preferred(models: Models) -> None:

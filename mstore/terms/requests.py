@@ -86,7 +86,7 @@ class MergeRequest:
     layers: stack these layers in place of the base's, and merge nothing: (model, first layer, last
     layer + 1) of the base or of an expert, in the order of the output.
     allow_missing: the base's tensor counts for one that an expert lacks, and one that only experts
-    have is left out; otherwise both are errors.
+    have is left out; otherwise both are errors, but for optional tensors such as position ids.
     """
 
     base: Revision
