@@ -326,7 +326,7 @@ class _Search:
                 break
             with suppress(NotFound, Corrupt):
                 shared, is_same = self._shared(candidate)
-                # Models that only one of them has leave at least half of the checkpoint's bytes.
+                # At least half of the checkpoint's bytes are in tensors that both have.
                 if 0 < sum(self._sizes.values()) <= 2 * shared:
                     if is_same:
                         same.append(candidate)
