@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from mstore import Store
-from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
+from mstore.checkpoint.paths import SAFETENSORS_SUFFIX, without_suffix
 from mstore.store import refs
 from mstore.terms.errors import MstoreError, NotFound
 from mstore_fuse.store_tree import MovingTree, ShownPath
@@ -90,8 +90,9 @@ class ModelFolder(Folder):
             after = f"/{name}" if name and len(models) > 1 else ""
             if len(model.files) > 1 or not _is_path(after + SAFETENSORS_SUFFIX):
                 continue
-            stem = model.files[0].removesuffix(SAFETENSORS_SUFFIX)
-            for end in (SAFETENSORS_SUFFIX, *_BESIDE):
+            stem = without_suffix(model.files[0])
+            found[after + SAFETENSORS_SUFFIX] = model.files[0]
+            for end in _BESIDE:
                 if stem + end in files:
                     found[after + end] = stem + end
         return found

@@ -15,7 +15,7 @@ import posixpath
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from mstore.checkpoint.paths import SAFETENSORS_SUFFIX
+from mstore.checkpoint.paths import without_suffix
 from mstore.checkpoint.strict_json import json_object
 from mstore.models.made import metadata_of
 from mstore.store.catalog import Catalog
@@ -79,7 +79,7 @@ def _told(catalog: Catalog, parent: MadeOf) -> tuple[str, dict[str, str]]:
     metadata = metadata_of(catalog.read_parts(file.parts[:1])) or {}
     # A merge has the name of its base's file.
     own = "" if RECIPE in metadata else posixpath.basename(file.path)
-    name = metadata.get(_TITLE, "").strip()[:_MOST_TITLE] or own.removesuffix(SAFETENSORS_SUFFIX)
+    name = metadata.get(_TITLE, "").strip()[:_MOST_TITLE] or without_suffix(own)
     return name or parent.content.short, metadata
 
 

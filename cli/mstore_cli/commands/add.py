@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mstore.checkpoint.paths import SAFETENSORS_SUFFIX, name_for
+from mstore.checkpoint.paths import is_safetensors, name_for
 from mstore.terms.phrases import few
 from mstore_cli import completion
 from mstore_cli.command import command
@@ -321,7 +321,7 @@ def _named(
         raise UsageError("--name and --name-prefix exclude each other")
     if prefix is not None:
         names = [f"{prefix}{_given_name(path)}" for path in found]
-    elif not names and all(path.suffix == SAFETENSORS_SUFFIX for path in found):
+    elif not names and all(is_safetensors(path.name) for path in found):
         names = [name_for(path) for path in found]
     elif not names:
         hint = f"mstore add {first} --name {_suggested(found[0])}"

@@ -14,7 +14,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mstore.merge.methods import registry
+from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Operation
+from mstore.merge.methods.selection import Delta, Whole
 from mstore.merge.planning.request import Request, resolve
 from mstore.models.adapters.targets import has_keys, is_adapter
 from mstore.models.network_blocks import patterns_of
@@ -29,7 +31,9 @@ from mstore.terms.phrases import call
 from mstore.terms.requests import MergeRequest, TensorRule
 
 _EXACT = 1e-6
-"""How far from 1 the sum of the weights of `linear` may be: they are float32."""
+"""How far from 1 the weights of whole models may add up: they are float32."""
+_OF_SUMS = {"lambda", "normalize", "scale"}
+"""Parameters of weighted sums; another one changes what is added."""
 
 
 class _Model(NamedTuple):
@@ -147,8 +151,10 @@ def linear_weights(operation: Operation) -> list[float] | None:
 
     None if it is no such sum.
     """
-    method, parameters = operation.method.name, operation.parameters
-    if method not in ("linear", "task_arithmetic"):
+    method, parameters = operation.method, operation.parameters
+    is_whole = method.select is Whole
+    is_sum = type(method.combine) is Sum and (is_whole or method.select is Delta)
+    if not is_sum or not {*parameters} <= _OF_SUMS:
         return None
     weights = [float(weight) for weight in operation.given]
     total = math.fsum(weights)
@@ -157,7 +163,7 @@ def linear_weights(operation: Operation) -> list[float] | None:
         if not total:
             return None
         factor /= total
-    elif method == "linear" and abs(total - 1) > _EXACT:
+    elif is_whole and abs(total - 1) > _EXACT:
         return None
     return [weight * factor for weight in weights]
 
