@@ -235,6 +235,22 @@ def test_the_header_is_the_same_in_every_store(disk: Path, tmp_path: Path) -> No
     assert made[0] == made[1]
 
 
+def test_a_cast_says_what_it_was_made_of(store: Store, tmp_path: Path) -> None:
+    """A cast names its source, and passes on how that was merged."""
+    store.merge(store.plan(request(a=0.3)), name="mix")
+    store.cast("mix", dtype="bfloat16", name="small")
+    store.cast("small", without=["first_stage_model.*"], name="part")
+    store.checkout("part", tmp_path / "part.safetensors")
+    told = metadata_in(tmp_path / "part.safetensors")
+    contents = {name: str(store.show(name).manifest) for name in (*NAMES, "mix", "small")}
+    recipe, models = json.loads(told[RECIPE]), json.loads(told[MODELS])
+    without = ["first_stage_model.*"]
+    assert recipe == {"type": "mstore", "base": contents["small"], "without": without}
+    assert models[contents["small"]][RECIPE]["dtype"] == "bfloat16"
+    assert models[contents["mix"]][RECIPE]["method"] == "task_arithmetic"
+    assert contents["a"] in models
+
+
 @pytest.mark.parametrize(
     "metadata",
     [

@@ -253,7 +253,8 @@ class _Caster:
         before = [file for file in plan.before.files if file.path not in plan.removed]
         weights = {path: [slot.entry for slot in slots] for path, slots in plan.files.items()}
         without = [HEADER_KEY] if plan.dtype is not None else []
-        texts = texts_of(self._catalog, plan.before, weights, without) | plan.configs
+        told = texts_of(self._catalog, plan.before, weights, without, plan.header_lineage)
+        texts = told | plan.configs
         self._tick(0)
         for path in sorted(plan.removed):
             self.remarks.append(f"{path} is left out: it states the quantization")

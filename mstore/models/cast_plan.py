@@ -21,6 +21,7 @@ from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.models import Model, full_name
 from mstore.checkpoint.strict_json import json_bytes, json_object
 from mstore.models.casting import Change, largest
+from mstore.models.header_lineage import MadeOf, header_lineage
 from mstore.models.made import Slot, metadata_of, with_dtype
 from mstore.models.reshape import Placed, Reshape, Reshaped
 from mstore.models.scales import (
@@ -39,7 +40,7 @@ from mstore.models.scales import (
 from mstore.numeric.casts import LARGEST_E4M3, SIZES
 from mstore.numeric.codes import CASTABLE, CASTS, CODES, EIGHT_BITS
 from mstore.store.catalog import Catalog
-from mstore.store.models import config_of, models_in
+from mstore.store.models import Input, config_of, models_in
 from mstore.store.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.store.objects.shapes import chosen, require_matches
 from mstore.store.objects.tensor import Tensor
@@ -122,6 +123,7 @@ class CastPlan:
         self._catalog = catalog
         self._marks_made: dict[str, str] = {}
         self._scales_made = scaled
+        self._of = of
         self._reshape = reshape
         self.before = manifest
         self.dtype = dtype
@@ -157,6 +159,30 @@ class CastPlan:
         for file in manifest.files:
             if file.form == OPAQUE and posixpath.basename(file.path) == CONFIG and dtype:
                 self._take_config(catalog, file, dtype)
+
+    def header_lineage(self) -> dict[str, str]:
+        """Return what the header of a single file says of the cast."""
+        asked = self._reshape
+        taken, channels = (
+            None if one is None else self._other(one) for one in (asked.take, asked.channels_of)
+        )
+        source = MadeOf(self.before.id(), self._of)
+        how = {
+            "base": str(source),
+            "dtype": None if self.dtype is None else CASTS[self.dtype],
+            "scaled": self._scales_made,
+            "without": list(asked.without),
+            "take": taken and str(taken),
+            "below": asked.below,
+            "channels_of": channels and str(channels),
+            "strip_prefix": asked.strip_prefix,
+            "prefix": asked.prefix,
+        }
+        given = {key: value for key, value in how.items() if value}
+        return header_lineage(self._catalog, given, filter(None, (source, taken, channels)))
+
+    def _other(self, one: Input) -> MadeOf:
+        return MadeOf(self._catalog.snapshot(one.snapshot).manifest_id(), one.model)
 
     def _take(
         self,

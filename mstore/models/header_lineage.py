@@ -38,6 +38,9 @@ class MadeOf(NamedTuple):
     content: ManifestId
     model: str | None = None
 
+    def __str__(self) -> str:
+        return self.content.hex() + ("" if self.model is None else f":{self.model}")
+
 
 def header_lineage(
     catalog: Catalog, how: Mapping[str, Any], parents: Iterable[MadeOf]
@@ -61,11 +64,8 @@ def header_lineage(
     models = _text(earlier | direct)
     if len(models) > _MOST_BYTES:
         models = _text({id: {**one, RECIPE: None} for id, one in direct.items()})
-    return {
-        RECIPE: _text({"type": TOOL.partition(" ")[0], **how}),
-        MODELS: models,
-        MERGED_FROM: ", ".join(dict.fromkeys(names)),
-    }
+    told = {RECIPE: _text({"type": TOOL.partition(" ")[0], **how}), MODELS: models}
+    return told | ({MERGED_FROM: ", ".join(dict.fromkeys(names))} if len(names) > 1 else {})
 
 
 def _told(catalog: Catalog, parent: MadeOf) -> tuple[str, dict[str, str]]:

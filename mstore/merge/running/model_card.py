@@ -159,9 +159,9 @@ class ModelCard:
         """Return what headers of single files say of the merge (`models.header_lineage`)."""
         plan = self._plan
         how: dict[str, Any] = {
-            "base": _named_input(plan.inputs[0]),
+            "base": str(_made_of(plan.inputs[0])),
             "experts": [
-                {"model": _named_input(one), "weight": float(number_text(weight))}
+                {"model": str(_made_of(one)), "weight": float(number_text(weight))}
                 for one, weight in zip(plan.experts, plan.weights, strict=True)
             ],
             "method": plan.method,
@@ -169,14 +169,13 @@ class ModelCard:
         }
         if plan.companions:
             how["with"] = [
-                {"role": one.role, "of": one.of, "model": _named_input(one)}
+                {"role": one.role, "of": one.of, "model": str(_made_of(one))}
                 for one in plan.companions
             ]
         recipe = self.recipe() if len(plan.operations) > 1 or plan.layers else None
         how |= {} if recipe is None else {"recipe": recipe}
         models = (plan.inputs[0], *plan.experts)
-        parents = (MadeOf(one.manifest_id(), one.model) for one in models)
-        return header_lineage(self._catalog, how, parents)
+        return header_lineage(self._catalog, how, map(_made_of, models))
 
     def files_of_recipe(self) -> dict[str, bytes]:
         """Return the file with the recipe, or nothing if no recipe can state the plan."""
@@ -417,8 +416,8 @@ def licence_warnings(catalog: Catalog, plan: Plan, sources: PlanInputs) -> tuple
         )
 
 
-def _named_input(one: PlanInput) -> str:
-    return one.manifest_id().hex() + ("" if one.model is None else f":{one.model}")
+def _made_of(one: PlanInput) -> MadeOf:
+    return MadeOf(one.manifest_id(), one.model)
 
 
 def _odd(count: int) -> str:
