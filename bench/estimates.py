@@ -96,6 +96,8 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("pcb", {"ratio": ratio}) for ratio in (0.05, 0.1, 0.3)),
     ("lines", {"alpha": 0.3, "beta": 0.7}),
     *(("guarded", {"threshold": 0.5, "alpha": alpha}) for alpha in (0.0, 0.5)),
+    ("geometric_median", {}),
+    ("add_perpendicular", {}),
 )
 UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}
 Array = np.ndarray[Any, Any]

@@ -140,6 +140,9 @@ ROWS: tuple[Row, ...] = (
         Row("guarded", {"threshold": cut, "alpha": alpha}, SAME[:2], mixing.guarded)
         for cut, alpha in ((-1.0, 0.0), (0.6, 0.0), (0.99, 0.25))
     ),
+    Row("geometric_median", {}, SAME, mixing.geometric_median),
+    Row("geometric_median", {"max_iter": 1, "eps": 20.0}, SAME, mixing.geometric_median),
+    Row("add_perpendicular", {"alpha": 0.7}, SAME[:2], mixing.add_perpendicular),
     Row("nuslerp", TURNED, TWO, NUSLERP, rows=True),
     Row("nuslerp", TURNED, (1.0, -1.0), NUSLERP, rows=True),
     Row("nuslerp", TURNED, (-0.5, 1.0), NUSLERP, rows=True),

@@ -115,3 +115,26 @@ def guarded(
         stays = cosine.item() >= given["threshold"]
     share = np.array([[1.0 if stays else given.get("alpha", 0.0)]])
     return [share, 1 - share]
+
+
+def geometric_median(
+    vectors: Sequence[Double], _: Sequence[float], given: Mapping[str, Any]
+) -> Sequence[Double]:
+    """Weiszfeld's steps from the mean on, with the vectors themselves."""
+    shares = np.full(len(vectors), 1 / len(vectors))
+    for _step in range(given.get("max_iter", 100)):
+        point = np.sum([s * one for s, one in zip(shares, vectors, strict=True)], axis=0)
+        far = np.array([np.linalg.norm(one - point) for one in vectors])
+        pulls = 1 / np.maximum(far, given.get("eps", 1e-6))
+        shares = pulls / pulls.sum()
+    return [np.array([[share]]) for share in shares]
+
+
+def add_perpendicular(
+    deltas: Sequence[Double], _: Sequence[float], given: Mapping[str, Any]
+) -> Sequence[Double]:
+    """Of A + alpha times what is left of B - C without its part along A - C; A is zero."""
+    own, along = deltas[0] - deltas[1], -deltas[1]
+    part = dot(own, along) / dot(along, along)
+    # own - part * along, by what it takes of B and of C.
+    return [np.full((1, 1), given["alpha"]), given["alpha"] * (part - 1)]

@@ -299,6 +299,8 @@ FACTS = [
     Row("model_stock", {}, SAME),
     Row("multislerp"),
     Row("karcher", {}, SAME),
+    Row("geometric_median", {}, SAME),
+    Row("add_perpendicular", {"alpha": 0.7}, SAME[:2]),
     Row("guarded", {"threshold": 0.5}, SAME[:2]),
     Row("slerp", {"t": 0.3}, LONE),
 ]
@@ -318,7 +320,7 @@ def test_facts_are_measured_once(row: Row, places: Callable[[str], Place], tmp_p
         assert known.analyze_bytes_read > 0
         assert store.plan(replace(asked, analyze=False)).plan == known.plan
         assert store.plan(replace(asked, analyze=False, budget="50%")).planned_expert_bytes > 0
-        if row.method in ("ramplus_tl", "model_stock", "multislerp", "karcher"):
+        if row.method in ("ramplus_tl", "model_stock", "multislerp", "karcher", "geometric_median"):
             turned = replace(asked, experts=list(asked.experts)[::-1])
             assert store.plan(turned).analyze_bytes_read == 0
         if row.method == "ramplus_tl":
@@ -487,6 +489,9 @@ REFUSED: tuple[tuple[str, dict[str, Any], Sequence[float], str], ...] = (
     ("dare_ties", {"rescale": 0.5}, SAME, "true or false"),
     ("fisher", {}, [-1.0], "must not be negative"),
     ("fisher", {"floor": -1}, LONE, "floor must be in"),
+    ("geometric_median", {"eps": 0}, SAME, "eps must be in"),
+    ("geometric_median", {}, TWO, "has no weight; its parameters: max_iter"),
+    ("add_perpendicular", {}, LONE, "2 experts"),
     ("guarded", {}, [1.0, 1.0], "needs a value for threshold"),
     ("guarded", {"threshold": 1.5}, [1.0, 1.0], "threshold must be in"),
     ("guarded", {"threshold": 0.5, "alpha": -1}, [1.0, 1.0], "alpha must be in"),

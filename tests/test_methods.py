@@ -56,6 +56,8 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
         ("consensus", {"k": 2, "tall_mask_lambda": 1.0, "lambda": 1.0}),
         ("fisher", {"floor": 0.0}),
         ("pcb", {"ratio": 0.1}),
+        ("add_perpendicular", {"alpha": 1.0}),
+        ("geometric_median", {"max_iter": 100, "eps": 1e-6}),
         ("ram", {"epsilon": 1e-5}),
         ("sce", {"select_topk": 1.0}),
         ("ramplus_tl", {"r": 0.1, "alpha": 0.2, "epsilon": 1e-5}),

@@ -21,6 +21,7 @@ from mstore.terms.errors import BadRequest
 
 Single = npt.NDArray[np.float32]
 CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "add_perpendicular": ({"alpha": 0.7}, 2),
     "arcee_fusion": ({}, 1),
     "breadcrumbs": ({"density": 0.5, "lambda": 0.7}, 3),
     "breadcrumbs_ties": ({"density": 0.5}, 3),
@@ -30,6 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "della": ({"density": 0.5}, 3),
     "della_linear": ({"density": 0.5}, 3),
     "fisher": ({}, 3),
+    "geometric_median": ({}, 3),
     "guarded": ({"threshold": 0.1, "alpha": 0.3}, 2),
     "karcher": ({}, 3),
     "linear": ({}, 3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 MODULES: Final = {
+    "add_perpendicular": "differences",
     "arcee_fusion": "arcee_fusion",
     "breadcrumbs": "sums",
     "breadcrumbs_ties": "sums",
@@ -14,6 +15,7 @@ MODULES: Final = {
     "della": "sums",
     "della_linear": "sums",
     "fisher": "fisher",
+    "geometric_median": "geometric_median",
     "guarded": "guarded",
     "karcher": "spherical",
     "linear": "sums",
