@@ -100,6 +100,7 @@ ROWS: tuple[Row, ...] = (
     Row("linear", {"normalize": False}, SIGNED),
     Row("task_arithmetic", {"lambda": 0.6, "normalize": True}),
     Row("ties", {"density": 0.3}),
+    Row("ties", {"density": 0.6, "by_count": True}, SIGNED),
     Row("breadcrumbs", {"density": 0.6, "gamma": 0.02}, SIGNED),
     Row("breadcrumbs_ties", {"density": 0.5, "gamma": 0.02}),
     Row("dare_linear", {"density": 0.4, "seed": 3}),

@@ -40,7 +40,7 @@ _DARE = {"density": 1.0, "lambda": 1.0, "normalize": False, "rescale": True, "se
 DEFAULTS: dict[str, dict[str, Any]] = {
     "linear": {"normalize": True},
     "task_arithmetic": {"lambda": 1.0, "normalize": False},
-    "ties": {"density": 1.0, "lambda": 1.0, "normalize": True},
+    "ties": {"density": 1.0, "lambda": 1.0, "normalize": True, "by_count": False},
     "dare_linear": _DARE,
     "dare_ties": _DARE,
     "della": _DARE | {"epsilon": 0.15, "normalize": True},
@@ -513,10 +513,13 @@ def _additive(
         total = total + product
     if method in CONSENSUS:
         # Zero counts as positive, and so does infinity less infinity.
-        positive = ~(total < 0)
+        positive, negative = ~(total < 0), total < 0
+        if parameters.get("by_count"):
+            votes = np.sum([np.sign(product) for product in products], axis=0)
+            positive, negative = votes > 0, votes < 0
         mixed, divisor = np.zeros_like(total), np.zeros_like(total)
         for product, weight in zip(products, weights, strict=True):
-            agrees = np.where(positive, product > 0, product < 0)
+            agrees = (positive & (product > 0)) | (negative & (product < 0))
             np.add(mixed, product, out=mixed, where=agrees)
             np.add(divisor, np.float32(weight), out=divisor, where=agrees)
         if parameters["normalize"]:

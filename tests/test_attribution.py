@@ -62,6 +62,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "turns": ("slerp", {"t": 0.8}, {"budget": 0.5, "dtype": "F32"}),
     "half of a mean": ("linear", {"scale": 0.5}, {"budget": 0.6}),
     "beyond a sum": ("linear", {"normalize": False, "scale": -2.0}, {}),
+    "counts": ("ties", {"density": 0.5, "by_count": True}, {"budget": 0.6}),
     "half of ties": ("ties", {"density": 0.3, "scale": 0.5}, {}),
     "beyond near": ("nearswap", {"t": 0.3, "scale": 2.0}, {}),
     "half informed": ("fisher", {"scale": 0.5}, {"budget": 0.6}),
@@ -232,6 +233,8 @@ def contributions(
         for one in mixed:
             total = total + one
         sign = np.where(total >= 0, 1.0, -1.0)
+        if parameters.get("by_count"):
+            sign = np.sign(np.sum([np.sign(one) for one in mixed], axis=0))
         agrees = [(one != 0) & (np.sign(one) == sign) for one in mixed]
         parts = [np.where(yes, part, 0.0) for yes, part in zip(agrees, parts, strict=True)]
         if parameters["normalize"]:

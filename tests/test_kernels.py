@@ -31,6 +31,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("ties", {}),
     ("ties", {"density": 0.3}),
     ("ties", {"density": 0.3, "lambda": 1.7, "normalize": False}),
+    ("ties", {"density": 0.5, "by_count": True}),
+    ("ties", {"by_count": True, "lambda": -0.5, "normalize": False}),
     ("dare_linear", {"density": 0.4, "seed": 7}),
     ("dare_linear", {"density": 0.4, "rescale": False, "normalize": True, "lambda": -0.5}),
     ("dare_ties", {"density": 0.6, "seed": 2**64 - 1}),

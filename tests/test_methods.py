@@ -39,7 +39,7 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
     [
         ("linear", {"normalize": True}),
         ("task_arithmetic", {"lambda": 1.0, "normalize": False}),
-        ("ties", {"density": 1.0, "lambda": 1.0, "normalize": True}),
+        ("ties", {"density": 1.0, "lambda": 1.0, "normalize": True, "by_count": False}),
         ("dare_linear", DARE),
         ("dare_ties", DARE),
         ("breadcrumbs", {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False}),

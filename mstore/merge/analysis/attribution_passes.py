@@ -28,6 +28,7 @@ from mstore.merge.arithmetic.tiles import (
     FUSED,
     INFORMED,
     LANES,
+    MAJORITY,
     NEAR,
     TILE,
     TILES,
@@ -63,26 +64,34 @@ def _difference(count: int, weight: Any, base: Any, tile: Any, part: Any) -> Non
 
 
 @compiled
-def _vote(count: int, early: Any, weight: Any, tile: Any, mixed: Any, votes: Any) -> None:
+def _vote(
+    count: int, early: Any, weight: Any, majority: Any, tile: Any, mixed: Any, votes: Any
+) -> None:
     """Weigh in float32; update `votes`: the sum, and the weights of positive and negative votes.
 
     early: what the vote is multiplied by, the weight unless that counts after the election.
+    majority: only signs are added up.
     """
     for i in range(count):
         vote = np.float32(bits_float(tile[i]) * early)
         # A NaN has no sign, and does not vote.
         vote = vote if vote == vote else _ZERO
         mixed[i] = vote
-        votes[0, i] = np.float32(votes[0, i] + vote)
+        sign = np.float32(vote > _ZERO) - np.float32(vote < _ZERO)
+        votes[0, i] = np.float32(votes[0, i] + (sign if majority else vote))
         votes[1, i] = np.float32(votes[1, i] + (weight if vote > _ZERO else _ZERO))
         votes[2, i] = np.float32(votes[2, i] + (weight if vote < _ZERO else _ZERO))
 
 
 @compiled
-def _agreeing(count: int, mixed: Any, votes: Any, part: Any) -> None:
-    """Zero what lost the election: the sign of the sum wins, and a zero sum counts as positive."""
+def _agreeing(count: int, majority: Any, mixed: Any, votes: Any, part: Any) -> None:
+    """Zero what lost the election: the sign of the sum wins.
+
+    A zero sum counts as positive; majority: then nothing wins.
+    """
     for i in range(count):
         agrees = mixed[i] < _ZERO if votes[0, i] < _ZERO else mixed[i] > _ZERO
+        agrees = agrees & (not (majority and votes[0, i] == _ZERO))
         part[i] = part[i] if agrees else 0.0
 
 
@@ -197,7 +206,8 @@ def attribute(
     near = given[a.KIND] == NEAR
     late = given[a.KIND] == FUSED
     kind = DIRECT if near or given[a.KIND] == ALONE else given[a.KIND]
-    kind = CONSENSUS if late else kind
+    majority = given[a.KIND] == MAJORITY
+    kind = CONSENSUS if late or majority else kind
     cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     n, first_index, masked = given[a.LENGTH], given[a.FIRST_INDEX], given[a.MASKED]
     masks = carray(pointer(given[a.MASKS_AT]), (experts, n), np.uint8)
@@ -306,7 +316,7 @@ def attribute(
             _product(count, weights[k], tile, parts[k])
             if kind == CONSENSUS:
                 early = _ONE if late else weights[k]
-                _vote(count, early, weights[k], tile, mixed[k], votes)
+                _vote(count, early, weights[k], majority, tile, mixed[k], votes)
         if kind == CONSENSUS:
             _side_factors(count, lam, normalize, late, votes, factor)
         elif kind == INFORMED:
@@ -317,7 +327,7 @@ def attribute(
         for k in range(experts):
             if row_of[k] >= 0:
                 if kind == CONSENSUS:
-                    _agreeing(count, mixed[k], votes, parts[k])
+                    _agreeing(count, majority, mixed[k], votes, parts[k])
                 elif kind == AVERAGED:
                     _average(count, weights[k], numbers, parts[k])
                 _scale_and_add(count, factor, parts[k], total)

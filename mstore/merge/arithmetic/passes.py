@@ -46,6 +46,7 @@ from mstore.merge.arithmetic.tiles import (
     FOURTH,
     FUSED,
     GROUP,
+    MAJORITY,
     NEAR,
     NEGATIVE,
     NEGATIVE_WEIGHT,
@@ -186,14 +187,36 @@ def _fuse(count: int, scratch: Any) -> None:
         scratch[SUM + i] = float_bits(total / _floored(divisor))
 
 
+@inlined
+def _vote(bits: Any) -> Any:
+    """Return 1, -1 or 0, the sign of these bits' number."""
+    number = bits_float(bits)
+    return np.float32(_ONE if number > _ZERO else _ZERO) - np.float32(
+        _ONE if number < _ZERO else _ZERO
+    )
+
+
 @compiled
-def _add_group_by_sign(count: int, weights: Any, scratch: Any) -> None:
-    """Add four tiles to the total, and to separate sums and weights by sign.
+def _count_group(count: int, scratch: Any) -> None:
+    """Add the signs of four tiles to the sum."""
+    for i in range(count):
+        votes = bits_float(scratch[SUM + i]) + _vote(scratch[EXPERT + i])
+        votes = np.float32(votes + _vote(scratch[SECOND + i]))
+        votes = np.float32(votes + _vote(scratch[THIRD + i]))
+        scratch[SUM + i] = float_bits(np.float32(votes + _vote(scratch[FOURTH + i])))
+
+
+@compiled
+def _add_group_by_sign(count: int, weights: Any, majority: Any, scratch: Any) -> None:
+    """Add four tiles, or their signs, to the total, and to separate sums and weights by sign.
 
     Which side agrees is known only after the last expert.  Keeping both sums costs less than
     keeping or rereading every expert's tile.
     """
-    _add_group(count, scratch)
+    if majority:
+        _count_group(count, scratch)
+    else:
+        _add_group(count, scratch)
     w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
     for flip, sums, sum_weights in (
         (_NOTHING, POSITIVE, POSITIVE_WEIGHT),
@@ -216,13 +239,18 @@ def _add_group_by_sign(count: int, weights: Any, scratch: Any) -> None:
 
 
 @compiled
-def _elect(count: int, normalize: Any, scratch: Any) -> None:
-    """Replace the sums by those of the side that the total is on (as in `_elect_group`)."""
+def _elect(count: int, normalize: Any, majority: Any, scratch: Any) -> None:
+    """Replace the sums by those of the side that the total is on (as in `_elect_group`).
+
+    majority: a total of zero is on none.
+    """
     for i in range(count):
         up, down = scratch[POSITIVE + i], np.uint32(scratch[NEGATIVE + i] ^ _SIGN)
         up_weight, down_weight = scratch[POSITIVE_WEIGHT + i], scratch[NEGATIVE_WEIGHT + i]
         negative = bits_float(scratch[SUM + i]) < _ZERO
         total = bits_float(down if negative else up)
+        is_tie = (bits_float(scratch[SUM + i]) == _ZERO) & majority
+        total = _ZERO if is_tie else total
         divisor = bits_float(down_weight if negative else up_weight)
         divisor = _ONE if (divisor == _ZERO) | (not normalize) else divisor
         scratch[SUM + i] = float_bits(total / divisor)
@@ -342,8 +370,8 @@ def mix(arguments_at: Any) -> None:
     experts_count, normalize = given[a.EXPERTS], given[a.NORMALIZES]
     near = given[a.KIND] == NEAR
     alone = near or given[a.KIND] == ALONE
-    late = given[a.KIND] == FUSED
-    kind = DIRECT if alone else CONSENSUS if late else given[a.KIND]
+    late, majority = given[a.KIND] == FUSED, given[a.KIND] == MAJORITY
+    kind = DIRECT if alone else CONSENSUS if late or majority else given[a.KIND]
     cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     out_code, n, first_index = given[a.OUT_CODE], given[a.LENGTH], given[a.FIRST_INDEX]
     masked = given[a.MASKED]
@@ -376,8 +404,10 @@ def mix(arguments_at: Any) -> None:
         left[k] = quotas[k]
         ties[k] = 0
     present = _taking_part(kind, row_of, experts)
+    by_sign = majority or present > GROUP
     goes_straight = False
-    if base_code == out_code == BF16 and row_length >= n and not (alone or late or masked):
+    is_usual = not (alone or late or majority or masked)
+    if base_code == out_code == BF16 and row_length >= n and is_usual:
         goes_straight = is_straight(
             kind, cuts, row_codes, row_of, experts[:present], limits, rescales, row_weights[0]
         )
@@ -403,7 +433,7 @@ def mix(arguments_at: Any) -> None:
         _fill(scratch, SUM, count, _SIGN if alone else _NOTHING)
         if kind == DIRECT:
             _fill(scratch, DIFFERS, count, _NOTHING)
-        elif kind == CONSENSUS and present > GROUP:
+        elif kind == CONSENSUS and by_sign:
             _fill(scratch, POSITIVE, 4 * STRIDE, _NOTHING)
         elif kind == AVERAGED:
             # All must be counted before the first is divided.
@@ -499,15 +529,15 @@ def mix(arguments_at: Any) -> None:
                 _fuse_group_by_sign(count, grouped, scratch)
             elif late:
                 _fuse_group(count, grouped, scratch)
-            elif present > GROUP:
-                _add_group_by_sign(count, grouped, scratch)
+            elif by_sign:
+                _add_group_by_sign(count, grouped, majority, scratch)
             else:
                 _elect_group(count, grouped, normalize, scratch)
         if kind == CONSENSUS:
             if late and present > GROUP:
                 _fuse(count, scratch)
-            elif present > GROUP:
-                _elect(count, normalize, scratch)
+            elif by_sign:
+                _elect(count, normalize, majority, scratch)
         elif normalize and divisor != _ONE:
             _divide(count, divisor, scratch)
         if lam != _ONE:

@@ -53,6 +53,8 @@ INFORMED: Final = 7
 """The average by Fishers (`informed_passes`): the second half of the weights are theirs."""
 BALANCED: Final = 8
 """ADDITIVE, with factors of single elements (`competition_passes`)."""
+MAJORITY: Final = 9
+"""CONSENSUS, in which every expert that moves an element has one vote."""
 NEAR: Final = 4
 """ALONE, of an expert that is moved back towards the base (`stages.swap`)."""
 

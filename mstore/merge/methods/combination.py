@@ -43,7 +43,7 @@ class Combination:
     - what it needs beside base and experts: `companions`
     - what weights do: `normalizes`, `divisor`, `divided_by`, `dilutes`, `most`, `keeps_base`
     - what leaving out costs: `model`
-    - how a chunk is computed: `kind`, `whole_kind`, `factors`, `kernel`
+    - how a chunk is computed: `kind`, `whole_kind`, `code`, `factors`, `kernel`
     - what determines its result: `who`
     """
 
@@ -149,6 +149,10 @@ class Combination:
         )
 
     # -- computing ---------------------------------------------------------------------------
+
+    def code(self, operation: Operation) -> int:
+        """Return the kernel's code for it with these parameters."""
+        return self.whole_kind if operation.selection.is_whole else self.kind
 
     def factors(self, operation: Operation) -> tuple[float, float]:
         """Return the kernel's two numbers for all experts: divisor, and factor of the sum."""

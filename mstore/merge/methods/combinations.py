@@ -4,7 +4,8 @@ SUM: sum of m_k = w_k * selected_k, over the sum of all w_k if `normalize`.  ALO
 expert.
 
 ELECTED: sum of the m_k that have the sign of the sum of all, over the sum of their w_k if
-`normalize`.
+`normalize`.  With `by_count` they have the sign that most of them have; none has if as many are
+positive as negative.
 
 MIXED: a sum whose factors follow from inner products, of whole tensors or of each row.
 
@@ -17,19 +18,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from mstore.merge.arithmetic.row_factors import RowFactors
-from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, CONSENSUS
+from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, CONSENSUS, MAJORITY
 from mstore.merge.measures import BEYOND
 from mstore.merge.measures.estimates import elected
 from mstore.merge.measures.grid import Bools, Floats, Grid
 from mstore.merge.methods.combination import Combination
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import CostModel, scaled
-from mstore.merge.methods.parameters import Scalar, Value
+from mstore.merge.methods.parameters import Parameter, Scalar, Value
 from mstore.merge.methods.selection import Measured, Selection
 from mstore.store.objects.plan import Mixture
 from mstore.terms.errors import BadRequest
@@ -130,6 +131,9 @@ class ElectedModel(CostModel):
         return np.maximum(self._weights, 1.0) if self._normalizes else self._weights
 
 
+BY_COUNT: Final = Parameter("by_count", "bool", False, is_late=True)
+
+
 class Elected(Combination):
     """A sum of what agrees on a sign."""
 
@@ -139,6 +143,9 @@ class Elected(Combination):
     unconflicting = None
     of_nan = "a NaN has no sign and takes no part, an infinity may"
     elects = True
+
+    def code(self, operation: Operation) -> int:
+        return MAJORITY if operation.parameters.get(BY_COUNT.name, False) else self.kind
 
     def divisor(self, operation: Operation) -> float:
         """Return 1: elements divide by the weights that agree there."""

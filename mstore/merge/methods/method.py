@@ -167,9 +167,8 @@ class Method(msgspec.Struct, frozen=True):
         by_rows = self.combine.row_factors(parameters) is not None
         for parameter in self.parameters:
             # Without them, plans are as they were before there were such parameters.
-            if parameter.of_rows and not (
-                by_rows and parameters[parameter.name] != parameter.default
-            ):
+            is_default = parameters[parameter.name] == parameter.default
+            if (parameter.of_rows and not by_rows) or (parameter.is_late and is_default):
                 del parameters[parameter.name]
         if self.is_scaled:
             self._settle_scale(parameters)
@@ -488,8 +487,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         selection, combine = self.selection, self.method.combine
         keeps = self.keeps_base if selection.is_whole else self.normalizes
         masked = selection.masked if self.row_factors is None else self.row_factors.code
-        code = combine.whole_kind if selection.is_whole else combine.kind
-        code = code if selection.code is None else selection.code
+        code = combine.code(self) if selection.code is None else selection.code
         flags = (code, keeps, selection.cuts, masked)
         own = (self.base_weight,) if self.has_base else ()
         # As the kernel has them: experts, then the companions of each role.

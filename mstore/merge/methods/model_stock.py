@@ -40,7 +40,7 @@ def _mix(gram: Gram, _: Mapping[str, Scalar], weights: Sequence[float]) -> Mixtu
     return Mixture(1.0, (share,) * count, keeps_base=True)
 
 
-_FILTER_WISE: Final = Parameter("filter_wise", "bool", False, of_rows=True)
+_FILTER_WISE: Final = Parameter("filter_wise", "bool", False, is_late=True, of_rows=True)
 
 
 class _Stock(RowFactors):

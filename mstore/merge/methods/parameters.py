@@ -45,8 +45,9 @@ class Parameter(msgspec.Struct, frozen=True):
     """One parameter of a method: its kind, default (None: it must be given) and range.
 
     each: whether every expert may have its own value; such a parameter is a float. words: what may
-    be given in place of a value, and the value that each stands for. of_rows: whether it says that
-    factors are those of rows; plans have it only if it is not the default and has an effect.
+    be given in place of a value, and the value that each stands for. is_late: whether plans
+    have it only if it is not the default, as those made before there was such a parameter. of_rows:
+    whether it says that factors are those of rows, and plans have it only if they are.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Parameter(msgspec.Struct, frozen=True):
     range: Range | None = None
     each: bool = False
     words: tuple[tuple[str, Scalar | str], ...] = ()
+    is_late: bool = False
     of_rows: bool = False
 
     def parse(self, given: object) -> Value:

@@ -113,8 +113,8 @@ def _mix_experts(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence
     return Mixture(0.0, factors, keeps_base=False)
 
 
-_FLATTEN: Final = Parameter("nuslerp_flatten", "bool", True, of_rows=True)
-_ROW_WISE: Final = Parameter("nuslerp_row_wise", "bool", False, of_rows=True)
+_FLATTEN: Final = Parameter("nuslerp_flatten", "bool", True, is_late=True, of_rows=True)
+_ROW_WISE: Final = Parameter("nuslerp_row_wise", "bool", False, is_late=True, of_rows=True)
 
 
 class _Slerp(RowFactors):

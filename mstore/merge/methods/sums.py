@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.merge.methods.combinations import Alone, Elected, Sum
+from mstore.merge.methods.combinations import BY_COUNT, Alone, Elected, Sum
 from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import (
     EPSILON,
@@ -99,7 +99,7 @@ TIES: Final = Method(
     summary="base plus the trimmed deltas that agree on a sign",
     formula="base + lambda * consensus of the trimmed w_k d_k",
     source="Yadav et al. 2023, arXiv 2306.01708",
-    parameters=(TRIM_DENSITY, LAMBDA, normalize(True)),
+    parameters=(TRIM_DENSITY, LAMBDA, normalize(True), BY_COUNT),
     select=Trimmed,
     combine=Elected(),
 )
