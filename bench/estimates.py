@@ -98,6 +98,8 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("guarded", {"threshold": 0.5, "alpha": alpha}) for alpha in (0.0, 0.5)),
     ("geometric_median", {}),
     ("add_perpendicular", {}),
+    ("train_difference", {}),
+    *(("clamp", {"stiffness": stiffness}) for stiffness in (0.0, 0.5)),
 )
 UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}
 Array = np.ndarray[Any, Any]

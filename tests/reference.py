@@ -49,6 +49,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "breadcrumbs_ties": {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False},
     "passthrough": {"scale": 1.0},
     "nearswap": {},
+    "clamp": {"stiffness": 0.0},
+    "train_difference": {"alpha": 1.0},
     "consensus": {"k": 2, "tall_mask_lambda": 1.0, "lambda": 1.0},
     "arcee_fusion": {},
     "fisher": {"floor": 0.0},
@@ -99,6 +101,9 @@ def merge(
         elif method == "consensus":
             mixed = needed_by_several(parameters, weights, base, experts, absent)
             mixed, keep = single(base) + mixed, mixed == 0
+        elif method in ("clamp", "train_difference"):
+            factors = element_factors(method, parameters, base, experts, absent)
+            mixed, keep = by_element(factors, base, experts, absent)
         elif method == "pcb":
             mixed = competed(parameters["ratio"], weights, base, experts, absent)
             mixed, keep = single(base) + mixed, mixed == 0
@@ -194,6 +199,60 @@ def won(
         (np.float64(weight) * scale / divisor).astype(np.float32)
         for weight, scale in zip(weights, scales, strict=True)
     ]
+
+
+def element_factors(
+    method: str,
+    parameters: dict[str, Any],
+    base: Array,
+    experts: Sequence[Array],
+    absent: Sequence[Mask],
+) -> list[Single]:
+    """The factor of each element of each delta."""
+    b = single(base)
+    sides = [_where_bits(gone, b, single(one)) for one, gone in zip(experts, absent, strict=True)]
+    if method == "train_difference":
+        moved, apart = np.abs(sides[0] - b), np.abs(sides[0] - sides[1])
+        with np.errstate(all="ignore"):
+            share = moved / (moved + apart)
+        share[np.isnan(share)] = 0
+        found = np.float32(parameters["alpha"]) * np.float32(1.8) * share
+        return [found, -found]
+    stiffness, every = np.float32(parameters["stiffness"]), np.array(sides)
+    rest = np.float32(1) - stiffness
+    mean = sides[0]
+    for side in sides[1:]:
+        mean = mean + side
+    mean = mean / np.float32(len(sides))
+    above = np.where(every >= mean, every, np.float32(np.inf)).min(axis=0)
+    below = np.where(every <= mean, every, np.float32(-np.inf)).max(axis=0)
+    ends = every.min(axis=0), below, every.max(axis=0), above
+    found = np.zeros_like(every)
+    for far, close, is_low in ((*ends[:2], True), (*ends[2:], False)):
+        near = np.where(np.isfinite(close), close, far) if stiffness else far
+        end = rest * far + stiffness * near if stiffness else far
+        beyond = (b < end) if is_low else (b > end)
+        first, second = (np.argmax(every == value, axis=0) for value in (far, near))
+        for k, row in enumerate(found):
+            own = np.where(first == k, rest, np.float32(0))
+            own = own + np.where(second == k, stiffness, np.float32(0))
+            own = np.where((first == k) & (second == k), np.float32(1), own)
+            row[beyond] = own[beyond]
+    return list(found)
+
+
+def by_element(
+    factors: Sequence[Single], base: Array, experts: Sequence[Array], absent: Sequence[Mask]
+) -> tuple[Single, Mask]:
+    """The base plus deltas times factors; the expert's own element where only it has one, of 1."""
+    b = single(base)
+    mixed, takes, takers = np.zeros_like(b), np.zeros_like(b), np.zeros(b.size, dtype=int)
+    for factor, expert, gone in zip(factors, experts, absent, strict=True):
+        moves = (_bits(single(expert)) != _bits(b)) & (factor != 0) & ~gone
+        mixed = np.where(moves, mixed + (single(expert) - b) * factor, mixed)
+        takes = _where_bits(moves & (factor == 1), single(expert), takes)
+        takers += np.where(moves, np.where(factor == 1, 1, 2), 0)
+    return _where_bits(takers == 1, takes, b + mixed), (mixed == 0) & (takers != 1)
 
 
 def by_depth(alpha: float, beta: float, name: str, names: Sequence[str]) -> float:

@@ -15,6 +15,7 @@ from families import BLOCK
 from mstore import MergeRequest, Store
 from mstore.api.reports import BlameReport, ExpertBlame
 from mstore.merge.analysis import blame as blame_module
+from mstore.merge.methods.registry import METHODS
 from mstore.store.objects.plan import READ, SHARED, Plan
 from mstore.store.objects.shapes import layers_of
 from mstore.terms.errors import BadRequest, NotFound
@@ -63,6 +64,10 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "half of a mean": ("linear", {"scale": 0.5}, {"budget": 0.6}),
     "beyond a sum": ("linear", {"normalize": False, "scale": -2.0}, {}),
     "counts": ("ties", {"density": 0.5, "by_count": True}, {"budget": 0.6}),
+    "trained": ("train_difference", {"alpha": 0.8}, {"budget": 0.6}),
+    "clamped": ("clamp", {"stiffness": 0.4}, {}),
+    "half clamped": ("clamp", {"scale": 0.5}, {"dtype": "F32"}),
+    "median": ("geometric_median", {}, {"budget": 0.6}),
     "half of ties": ("ties", {"density": 0.3, "scale": 0.5}, {}),
     "beyond near": ("nearswap", {"t": 0.3, "scale": 2.0}, {}),
     "half informed": ("fisher", {"scale": 0.5}, {"budget": 0.6}),
@@ -74,9 +79,9 @@ def weights_of(way: str) -> dict[str, float]:
     """The experts that are merged, with their weights."""
     if WAYS[way][0] in ("slerp", "passthrough", "nearswap", "arcee_fusion"):
         return {"e1": 1.0}
-    if WAYS[way][0] == "guarded":
+    if WAYS[way][0] in ("guarded", "train_difference", "add_perpendicular"):
         return {"e0": 1.0, "e2": 1.0}
-    if WAYS[way][0] in ("model_stock", "karcher", "ram", "ramplus_tl", "sce"):
+    if not METHODS[WAYS[way][0]].weighted:
         return {f"e{k}": 1.0 for k in range(len(WEIGHTS))}
     if WAYS[way][0] == "fisher":
         return {f"e{k}": abs(weight) for k, weight in enumerate(WEIGHTS)}
@@ -152,6 +157,13 @@ def contributions(
         return np.zeros(b.size), [
             d.astype(np.float64) * one for d, one in zip(deltas, factors, strict=True)
         ]
+    if method in ("train_difference", "clamp"):
+        own = reference.DEFAULTS[method] | given
+        factors = reference.element_factors(method, own, base, experts, absent)
+        return np.zeros(b.size), [
+            np.where(gone, 0.0, reference.delta(base, expert).astype(np.float64) * factor)
+            for factor, expert, gone in zip(factors, experts, absent, strict=True)
+        ]
     if method == "sce":
         deltas = [
             np.where(gone, np.float32(0), reference.delta(base, expert))
@@ -190,7 +202,7 @@ def contributions(
             np.where(gone, 0.0, gap) * float(weight)
             for gap, weight, gone in zip(gaps, w, absent, strict=True)
         ]
-    if method in ("model_stock", "multislerp", "lines"):
+    if method in ("model_stock", "multislerp", "lines", "geometric_median"):
         sparse = [reference.delta(base, expert) for expert in experts]
         return np.zeros(b.size), [
             np.where(gone, 0.0, d.astype(np.float64)) * float(weight)

@@ -45,11 +45,15 @@ ADDITIVE = {
     "nearswap": ({"t": 0.02}, (1.0,)),
     "arcee_fusion": ({}, (1.0,)),
     "guarded": ({"threshold": 0.0, "alpha": 0.25}, (1.0, 1.0)),
+    "geometric_median": ({}, (1.0, 1.0, 1.0)),
+    "add_perpendicular": ({"alpha": 0.7}, (1.0, 1.0)),
 }
 CONSENSUS = {
     "sce": ({"select_topk": 0.4}, (1.0, 1.0, 1.0)),
     "consensus": ({"tall_mask_lambda": 0.2}, (1.0, 0.5, 0.75)),
     "fisher": ({}, (1.0, 0.5, 0.75)),
+    "clamp": ({"stiffness": 0.3}, (1.0, 1.0, 1.0)),
+    "train_difference": ({"alpha": 0.7}, (1.0, 1.0)),
     "pcb": ({"ratio": 0.3}, (1.0, 0.5, 0.75)),
     "ram": ({"epsilon": 0.01}, (1.0, 1.0, 1.0)),
     "ramplus_tl": ({"epsilon": 0.01, "r": 0.5, "alpha": 1.0}, (1.0, 1.0, 1.0)),
@@ -60,7 +64,11 @@ CONSENSUS = {
 LISTS = ("mirror", "packs")
 """Texts that a commit reads whole."""
 METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {**ADDITIVE, **CONSENSUS}
-ROUGH = {"consensus": "that enough experts need", "pcb": "win different elements"}
+ROUGH = {
+    "clamp": "beyond the range mostly",
+    "consensus": "that enough experts need",
+    "pcb": "win different elements",
+}
 """What is said of estimates that know too little."""
 
 

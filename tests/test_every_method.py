@@ -352,7 +352,8 @@ REMEMBERED = {
     if METHODS[row.method].facts
     or METHODS[row.method].companions
     or row.definition
-    or row.method in ("della", "della_linear", "consensus", "nearswap", "ram")
+    or row.method
+    in ("della", "della_linear", "consensus", "nearswap", "ram", "clamp", "train_difference")
 }
 
 
@@ -489,6 +490,10 @@ REFUSED: tuple[tuple[str, dict[str, Any], Sequence[float], str], ...] = (
     ("dare_ties", {"rescale": 0.5}, SAME, "true or false"),
     ("fisher", {}, [-1.0], "must not be negative"),
     ("fisher", {"floor": -1}, LONE, "floor must be in"),
+    ("train_difference", {}, LONE, "2 experts"),
+    ("train_difference", {}, TWO, "has no weight; its parameters: alpha"),
+    ("clamp", {}, LONE, "at least 2 experts"),
+    ("clamp", {"stiffness": 1.5}, SAME, "stiffness must be in"),
     ("geometric_median", {"eps": 0}, SAME, "eps must be in"),
     ("geometric_median", {}, TWO, "has no weight; its parameters: max_iter"),
     ("add_perpendicular", {}, LONE, "2 experts"),

@@ -22,6 +22,7 @@ from test_kernels import KINDS, _family
 
 from mstore import MergeRequest, Store
 from mstore.merge.arithmetic import masks
+from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.arithmetic.masks import mask_key
 from mstore.merge.arithmetic.row_factors import arc_cosine, sine
@@ -128,6 +129,49 @@ def test_a_kernel_equals_the_reference(
             np.zeros((experts, 2), dtype=np.uint32),
             *(found.view(np.uint8), out),
         )
+        exact = reference.merge(
+            *(method, given, [1.0] * experts, base, sides),
+            out_dtype=out,
+            absent=[np.full(n, k not in there) for k in range(experts)],
+        )
+        assert np.array_equal(found.view(WORDS[out]), exact.view(WORDS[out]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("method", "given", "experts"),
+    [
+        ("train_difference", {"alpha": 0.7}, 2),
+        ("clamp", {}, 2),
+        ("clamp", {}, 5),
+        *(("clamp", {"stiffness": share}, count) for share in (0.3, 1.0) for count in (2, 5)),
+    ],
+)
+def test_factors_of_elements_equal_the_reference(
+    method: str, given: dict[str, float], experts: int, kind: str
+) -> None:
+    """Any types, NaN and infinities, some unread, in pieces of any length: the same bits."""
+    n = 3000 if kind == "edges" else (1 << 16) + 1100
+    own = operation(method, given, [1.0] * experts)
+    assert own.chunk_factors is not None
+    for seed, (base_type, out) in enumerate((a, b) for a in DTYPES for b in DTYPES):
+        rng = np.random.default_rng(seed)
+        types = [list(DTYPES)[(seed + k) % 3] for k in range(experts)]
+        base, sides = _family(rng, kind, [base_type, *types], n)
+        there = [k for k in range(experts) if k != seed % 4]
+        rows = np.zeros((len(there), 4 * n), dtype=np.uint8)
+        for row, k in zip(rows, there, strict=True):
+            row[: sides[k].nbytes] = sides[k].view(np.uint8)
+        row_of = [there.index(k) if k in there else -1 for k in range(experts)]
+        nothing = np.zeros(experts, dtype=np.float32), [UNLIMITED] * experts
+        chunk = Chunk(
+            *(base.view(np.uint8), base_type, rows, [types[k] for k in there], row_of, n, 0),
+            *(*nothing, np.zeros((experts, 2), dtype=np.uint32)),
+        )
+        weights = own.mix().weights.tolist()
+        factors = own.chunk_factors.weights(chunk, n, weights, whole=False)
+        found = np.zeros(n, dtype=DTYPES[out])
+        own.method.combine.kernel(own.mix(), chunk, found.view(np.uint8), out, None, factors)
         exact = reference.merge(
             *(method, given, [1.0] * experts, base, sides),
             out_dtype=out,
@@ -655,8 +699,8 @@ def test_factors_do_not_depend_on_the_processor() -> None:
     rng = np.random.Generator(np.random.PCG64(9))
     parts = np.stack([(rng.integers(-999, 1000, (5, 333)) / 512).astype(np.float32) for _ in "abc"])
     parts[1] += parts[0]
-    slerp = operation("nuslerp", TURNED, [1.0, 1.0]).row_factors
-    stock = operation("model_stock", FILTERS, [1.0, 1.0]).row_factors
+    slerp = operation("nuslerp", TURNED, [1.0, 1.0]).chunk_factors
+    stock = operation("model_stock", FILTERS, [1.0, 1.0]).chunk_factors
     assert slerp is not None
     assert stock is not None
     assert slerp.of_rows(parts[:2], [0.3, 0.4]).view(np.uint32).tolist() == [

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "della": ({"density": 0.5}, 3),
     "della_linear": ({"density": 0.5}, 3),
     "fisher": ({}, 3),
+    "clamp": ({"stiffness": 0.3}, 3),
     "geometric_median": ({}, 3),
     "guarded": ({"threshold": 0.1, "alpha": 0.3}, 2),
     "karcher": ({}, 3),
@@ -47,6 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "slerp": ({"t": 0.3}, 1),
     "task_arithmetic": ({"normalize": True}, 3),
     "ties": ({"density": 0.5}, 3),
+    "train_difference": ({"alpha": 0.7}, 2),
 }
 SCALED = sorted(name for name in METHODS if name != "passthrough")
 

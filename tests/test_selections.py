@@ -50,7 +50,9 @@ def test_a_selection_travels(name: str) -> None:
     assert selection == applied(name).selection
     kernel = operation.method.combine.kernel
     assert pickle.loads(pickle.dumps(kernel)) is kernel
-    assert type(pickle.loads(pickle.dumps(operation.row_factors))) is type(operation.row_factors)
+    assert type(pickle.loads(pickle.dumps(operation.chunk_factors))) is type(
+        operation.chunk_factors
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -60,6 +60,16 @@ METHODS: dict[str, dict[str, Any]] = {
         "experts": ["e0", "e1", "e2"],
         "budget": 0.6,
     },
+    "train_difference on a budget": {
+        "method": "train_difference",
+        "experts": ["e0", "e1"],
+        "budget": 0.6,
+    },
+    "clamp": {
+        "method": "clamp",
+        "parameters": {"stiffness": 0.5},
+        "experts": ["e0", "e1", "e2"],
+    },
     "pcb on a budget": {"method": "pcb", "parameters": {"ratio": 0.3}, "budget": 0.6},
     "ramplus_tl": {"method": "ramplus_tl", "experts": ["e0", "e1", "e2"]},
     "consensus on a budget": {

@@ -25,6 +25,7 @@ from mstore.merge.arithmetic.tiles import (
     CONSENSUS,
     DIRECT,
     EXPERT,
+    FACTORED,
     FUSED,
     INFORMED,
     LANES,
@@ -61,6 +62,14 @@ def _difference(count: int, weight: Any, base: Any, tile: Any, part: Any) -> Non
     for i in range(count):
         gap = np.float64(bits_float(tile[i])) - np.float64(bits_float(base[i]))
         part[i] = 0.0 if tile[i] == base[i] else gap * np.float64(weight)
+
+
+@compiled
+def _by_element(count: int, factors: Any, base: Any, tile: Any, part: Any) -> None:
+    for i in range(count):
+        gap = np.float64(bits_float(tile[i])) - np.float64(bits_float(base[i]))
+        moves = (tile[i] != base[i]) & (factors[i] != _ZERO)
+        part[i] = gap * np.float64(factors[i]) if moves else 0.0
 
 
 @compiled
@@ -215,6 +224,7 @@ def attribute(
     row_weights = carray(
         pointer(given[a.WEIGHTS_AT]), (-(-n // max(1, row_length)), experts), np.float32
     )
+    elements = carray(pointer(given[a.WEIGHTS_AT]), (experts, n), np.float32)
     factors = carray(pointer(given[a.FACTORS_AT]), (2,), np.float32)
     base = carray(pointer(given[a.BASE_AT]), (given[a.BASE_LENGTH],), np.uint8)
     rows = carray(pointer(given[a.ROWS_AT]), (given[a.ROWS], given[a.STRIDE]), np.uint8)
@@ -286,6 +296,10 @@ def attribute(
             load_bits(row_codes[p], rows[p], start, count, tile, 0)
             if near:
                 swap(count, factors[1], EXPERT, scratch)
+            if kind == FACTORED:
+                own_factors = elements[k, start : start + count]
+                _by_element(count, own_factors, bases, tile, parts[k])
+                continue
             if kind == DIRECT:
                 _difference(count, weights[k], bases, tile, parts[k])
                 continue

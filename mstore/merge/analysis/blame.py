@@ -48,7 +48,7 @@ from mstore.merge.arithmetic.arguments import pack
 from mstore.merge.arithmetic.tiles import LANES, TILE, address
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import inputs_held
-from mstore.merge.running.compute import PlanChunks, chunk_of, masks_of, row_weights_of
+from mstore.merge.running.compute import PlanChunks, chunk_of, masks_of, weights_of
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.slices import TieLedger
 from mstore.merge.running.task import ChunkTask, TensorTask, item_size
@@ -435,7 +435,7 @@ def attribute(loaded: Loaded, quotas: Sequence[int], count: int) -> Attribution:
         np.empty(TILE, dtype=np.uint8),
     )
     chunk = chunk_of(loaded, quotas)
-    masks, rows = masks_of(tensor, chunk), row_weights_of(tensor, chunk)
+    masks, rows = masks_of(tensor, chunk), weights_of(tensor, chunk)
     packed = pack(mix, chunk, None, tensor.out_dtype, masks, row_weights=rows)
     _attribute(packed.at, *[address(array) for array in (sums, counts, *room)])
     # Companions, which come last, change nothing by themselves.

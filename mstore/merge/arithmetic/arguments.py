@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.tiles import Scratch, address
+from mstore.merge.arithmetic.tiles import FACTORED, Scratch, address
 from mstore.numeric.codes import ITEMSIZES, dtype_code
 
 
@@ -32,7 +32,7 @@ class Mix(msgspec.Struct, frozen=True, eq=False):
     role; `factors` is float32[2]: fixed divisor, lambda times scale (NEAR: divisor, its reach;
     INFORMED: scale, the floor); `flags` is int64[4]: kind, normalize (for DIRECT: keeps the base),
     cuts per expert, masked (1: at random, or by variance, 2: by rank, 3: by what experts need, 4:
-    by importance; 5 and 6: none, and the weights are those of a turn).
+    by importance; 5 and more: none, and factors follow from the chunk, `ChunkFactors`).
     One per weight:
     `rescales` is float32, the factor of a drawn delta; `mask_limits` are as in `Selection`.
     `chances` are bytes of each expert that say what else its mask follows from.
@@ -166,7 +166,8 @@ def pack(
 ) -> Packed:
     """Check that the arrays fit, and pack them; the caller keeps them alive while the pass runs.
 
-    out: None for a pass that writes none. row_weights: as for `kernels.mix_chunk`.  Raises
+    out: None for a pass that writes none. row_weights: as for `kernels.mix_chunk`; for FACTORED
+    float32[K, n], those of each element.  Raises
     BadRequest for another element type and ValueError for arrays that do not fit.
     """
     base, rows, row_of, n = chunk.base, chunk.rows, chunk.row_of, chunk.n
@@ -205,7 +206,10 @@ def pack(
     if rescales is not None and rescales.shape != (experts,):
         raise ValueError("rescales are not one an expert")
     row_length = n
-    if row_weights is not None:
+    if row_weights is not None and kind == FACTORED:
+        if row_weights.shape != (experts, n) or not row_weights.flags.c_contiguous:
+            raise ValueError("row_weights are not one an expert and element")
+    elif row_weights is not None:
         if row_weights.ndim != 2 or row_weights.shape[1] != experts or n % len(row_weights):
             raise ValueError("row_weights are not one an expert of whole rows")
         if not row_weights.flags.c_contiguous:

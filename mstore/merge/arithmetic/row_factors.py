@@ -48,13 +48,41 @@ def products(parts: Singles) -> Doubles:
     return found
 
 
-class RowFactors(ABC):
-    """How the factors of a row follow from its parts, one an expert.
+class ChunkFactors(ABC):
+    """How factors follow from a chunk, where a tensor has none: of rows, or of single elements.
 
-    Has no state; code: what stands for it in a kernel's flags, and so in memo keys.
+    code: what stands for it in a kernel's flags, and so in memo keys. needs_rows: whether a chunk
+    must be whole rows. likely: roughly what a weighted delta is multiplied by; None:
+    its share of the weights.
     """
 
     code: ClassVar[int]
+    needs_rows: ClassVar[bool] = False
+    likely: ClassVar[float | None] = None
+
+    @abstractmethod
+    def weights(
+        self, chunk: Chunk, row_length: int, weights: Sequence[float], *, whole: bool
+    ) -> Singles:
+        """Return the factors of a chunk, as the kernel takes them.
+
+        weights: of the experts. whole: experts are mixed, not their deltas; an absent one is the
+        base.
+        """
+
+    @abstractmethod
+    def bytes_each(self, experts: int) -> int:
+        """Return how many bytes it takes for each element."""
+
+    def key(self) -> bytes:
+        """Return what factors follow from besides the chunk and the weights."""
+        return b""
+
+
+class RowFactors(ChunkFactors):
+    """How the factors of a row follow from its parts, one an expert.  Has no state."""
+
+    needs_rows = True
 
     @abstractmethod
     def factors(self, parts: Singles, weights: Sequence[float]) -> Doubles:
@@ -65,7 +93,7 @@ class RowFactors(ABC):
         """
 
     def bytes_each(self, experts: int) -> int:
-        """Return how many bytes it takes for each element: of all parts, and a float64 product."""
+        """Return those of all parts, and of a float64 product."""
         return 4 * (experts + 4)
 
     def of_rows(self, parts: Singles, weights: Sequence[float]) -> Singles:
@@ -76,10 +104,7 @@ class RowFactors(ABC):
     def weights(
         self, chunk: Chunk, row_length: int, weights: Sequence[float], *, whole: bool
     ) -> Singles:
-        """Return the factor of each row of each expert of a chunk, float32[R, K].
-
-        whole: experts are mixed, not their deltas; an absent one is the base.
-        """
+        """Return the factor of each row of each expert of a chunk, float32[R, K]."""
         found = np.empty((chunk.n // row_length, len(chunk.row_of)), dtype=np.float32)
         step = rows_together(row_length)
         for start in range(0, chunk.n, step):

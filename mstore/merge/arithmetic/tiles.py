@@ -55,6 +55,8 @@ BALANCED: Final = 8
 """ADDITIVE, with factors of single elements (`competition_passes`)."""
 MAJORITY: Final = 9
 """CONSENSUS, in which every expert that moves an element has one vote."""
+FACTORED: Final = 10
+"""ADDITIVE, with factors of single elements that are made before the pass (`element_factors`)."""
 NEAR: Final = 4
 """ALONE, of an expert that is moved back towards the base (`stages.swap`)."""
 

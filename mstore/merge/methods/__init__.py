@@ -9,6 +9,7 @@ MODULES: Final = {
     "arcee_fusion": "arcee_fusion",
     "breadcrumbs": "sums",
     "breadcrumbs_ties": "sums",
+    "clamp": "clamp",
     "consensus": "consensus",
     "dare_linear": "sums",
     "dare_ties": "sums",
@@ -32,5 +33,6 @@ MODULES: Final = {
     "slerp": "spherical",
     "task_arithmetic": "sums",
     "ties": "sums",
+    "train_difference": "differences",
 }
 """The module of this folder that declares each method, in a constant: its name in capitals."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mstore.merge.arithmetic import kernels
 from mstore.merge.arithmetic.arguments import Chunk, Mix
-from mstore.merge.arithmetic.row_factors import RowFactors
+from mstore.merge.arithmetic.row_factors import ChunkFactors
 from mstore.merge.arithmetic.tiles import DIRECT
 from mstore.merge.measures.grid import Companion
 from mstore.merge.methods.parameters import Value, finite_single, single
@@ -39,7 +39,7 @@ class Combination:
     factors (`combinations.sum`), in these groups:
 
     - what is said of it: `unbounded`, `unconflicting`, `of_nan`, `facts`, `unkept`
-    - what it needs of whole tensors: `needs_facts`, `settle`; or of rows: `row_factors`
+    - what it needs of whole tensors: `needs_facts`, `settle`; or of a chunk: `chunk_factors`
     - what it needs beside base and experts: `companions`
     - what weights do: `normalizes`, `divisor`, `divided_by`, `dilutes`, `most`, `keeps_base`
     - what leaving out costs: `model`
@@ -91,8 +91,8 @@ class Combination:
         """
         return operation
 
-    def row_factors(self, parameters: Mapping[str, Value]) -> RowFactors | None:
-        """Return how factors of rows follow from what is read; None for those of the tensor."""
+    def chunk_factors(self, parameters: Mapping[str, Value]) -> ChunkFactors | None:
+        """Return how factors of rows, or of elements, follow from what is read; None for none."""
         return None
 
     # -- weights -----------------------------------------------------------------------------

@@ -7,7 +7,8 @@ ELECTED: sum of the m_k that have the sign of the sum of all, over the sum of th
 `normalize`.  With `by_count` they have the sign that most of them have; none has if as many are
 positive as negative.
 
-MIXED: a sum whose factors follow from inner products, of whole tensors or of each row.
+MIXED: a sum whose factors follow from inner products, of whole tensors or of each row.  FACTORED:
+one in which every element has factors of its own, made of its base and experts.
 
 Inner products follow from sums of squares of tensors and of their differences, <a, b> = (|a|^2 +
 |b|^2 - |a - b|^2) / 2.  Deltas are small next to the base: their products follow from differences
@@ -22,8 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mstore.merge.arithmetic.row_factors import RowFactors
-from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, CONSENSUS, MAJORITY
+from mstore.merge.arithmetic import element_factors
+from mstore.merge.arithmetic.element_factors import ElementFactors
+from mstore.merge.arithmetic.row_factors import ChunkFactors, RowFactors
+from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, CONSENSUS, FACTORED, MAJORITY
 from mstore.merge.measures import BEYOND
 from mstore.merge.measures.estimates import elected
 from mstore.merge.measures.grid import Bools, Floats, Grid
@@ -55,6 +58,27 @@ class Alone(Sum):
 
     def keeps_base(self, operation: Operation) -> bool:
         return super().keeps_base(operation) or operation.weights == (1.0,)
+
+
+class Factored(Sum):
+    """A sum in which every element has factors of its own.
+
+    factors: makes what they follow from, of parameters.
+    """
+
+    kind = FACTORED
+    unbounded = "makes the factors of an element of what is read of it"
+    kernel = staticmethod(element_factors.run)
+
+    def __init__(self, factors: Callable[[Mapping[str, Value]], ElementFactors]) -> None:
+        self._factors = factors
+
+    def chunk_factors(self, parameters: Mapping[str, Value]) -> ChunkFactors:
+        return self._factors(parameters)
+
+    def most(self, operation: Operation) -> tuple[float, ...]:
+        """Return 2 for each, times what it is weighed with: no factor is larger."""
+        return tuple([2.0 * abs(weight) * operation.farthest for weight in operation.weights])
 
 
 class ElectedModel(CostModel):
@@ -250,7 +274,7 @@ class Mixed(Sum):
 
     def check(self, operation: Operation) -> None:
         if (
-            operation.row_factors is not None
+            operation.chunk_factors is not None
             and operation.selection.is_whole
             and not any(operation.given)
         ):
@@ -269,10 +293,10 @@ class Mixed(Sum):
         return selection.is_whole and not self._of_deltas
 
     def needs_facts(self, operation: Operation) -> bool:
-        return operation.row_factors is None
+        return operation.chunk_factors is None
 
     def settle(self, operation: Operation, facts: TensorFacts, measured: Measured) -> Operation:
-        if operation.row_factors is not None:
+        if operation.chunk_factors is not None:
             return operation
         nothing = operation.settled(Mixture(1.0, (0.0,) * len(facts.experts), keeps_base=True))
         if operation.outer == 0:
@@ -322,7 +346,7 @@ class Mixed(Sum):
             gram[i][j] = gram[j][i] = (gram[i][i] + gram[j][j] - apart) / 2
         return gram
 
-    def row_factors(self, parameters: Mapping[str, Value]) -> RowFactors | None:
+    def chunk_factors(self, parameters: Mapping[str, Value]) -> ChunkFactors | None:
         return self._row_factors(parameters)
 
     def most(self, operation: Operation) -> tuple[float, ...]:

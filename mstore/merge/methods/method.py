@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 
 from mstore.merge.arithmetic.arguments import Mix
-from mstore.merge.arithmetic.row_factors import RowFactors
+from mstore.merge.arithmetic.row_factors import ChunkFactors
 from mstore.merge.measures.grid import Companion
 from mstore.merge.methods.combination import Combination, sum_of
 from mstore.merge.methods.parameters import (
@@ -164,7 +164,7 @@ class Method(msgspec.Struct, frozen=True):
             if isinstance(value, tuple) and len(set(value)) == 1:
                 # One meaning, one plan.
                 parameters[name] = value[0]
-        by_rows = self.combine.row_factors(parameters) is not None
+        by_rows = self.combine.chunk_factors(parameters) is not None
         for parameter in self.parameters:
             # Without them, plans are as they were before there were such parameters.
             is_default = parameters[parameter.name] == parameter.default
@@ -260,9 +260,9 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         return self.method.select.of(self.parameters, len(self.weights))
 
     @cached_property
-    def row_factors(self) -> RowFactors | None:
-        """How factors of rows follow from what is read; None for those of the tensor."""
-        return self.method.combine.row_factors(self.parameters)
+    def chunk_factors(self) -> ChunkFactors | None:
+        """How factors follow from what is read; None for those of the tensor."""
+        return self.method.combine.chunk_factors(self.parameters)
 
     # -- what is told ------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     def unbounded(self) -> str | None:
         """What it does, where the error of leaving something out has no bound; None if it has."""
         declared = self.method.combine.unbounded or self.method.select.unbounded
-        if declared is None and self.row_factors is not None:
+        if declared is None and self.chunk_factors is not None:
             return "turns each row by what is read of it"
         return declared
 
@@ -278,7 +278,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     def has_bound(self) -> bool:
         """Whether experts add up with fixed coefficients, so that an omission has a bound.
 
-        Those of rows are not fixed: they follow from what is read.
+        Those of rows and of elements are not fixed: they follow from what is read.
         """
         return self.unbounded is None
 
@@ -328,7 +328,8 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     @property
     def needs_rows(self) -> bool:
         """Whether a chunk must be whole rows."""
-        return self.selection.needs_rows or self.row_factors is not None
+        own = self.chunk_factors
+        return self.selection.needs_rows or (own is not None and own.needs_rows)
 
     @property
     def needs_facts(self) -> bool:
@@ -446,7 +447,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
     @property
     def counts_all(self) -> bool:
         """Whether every expert is a summand of a chunk, present or not."""
-        return self.selection.is_whole or self.row_factors is not None
+        return self.selection.is_whole or self.chunk_factors is not None
 
     @property
     def has_base(self) -> bool:
@@ -486,7 +487,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         assert not self.needs_facts
         selection, combine = self.selection, self.method.combine
         keeps = self.keeps_base if selection.is_whole else self.normalizes
-        masked = selection.masked if self.row_factors is None else self.row_factors.code
+        masked = selection.masked if self.chunk_factors is None else self.chunk_factors.code
         code = combine.code(self) if selection.code is None else selection.code
         flags = (code, keeps, selection.cuts, masked)
         own = (self.base_weight,) if self.has_base else ()

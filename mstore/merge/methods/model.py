@@ -68,10 +68,13 @@ class CostModel:
         if self.operation.has_bound:
             return np.array(coefficients(self.operation))[:, None]
         weights, scale = self._weights, self._undivided()
-        if self.operation.row_factors is not None:
-            # A guess: shares of all, whatever the angles.
-            shared: Floats = weights * scale / max(float(weights.sum()), 1e-30)
-            return shared
+        if self.operation.chunk_factors is not None:
+            likely = self.operation.chunk_factors.likely
+            if likely is None:
+                # Shares of all, whatever the angles.
+                shared: Floats = weights * scale / max(float(weights.sum()), 1e-30)
+                return shared
+            scale = scale * likely
         plain: Floats = weights * scale
         return plain
 
@@ -108,7 +111,7 @@ class CostModel:
         Averages over random masks, too.
         """
         operation, selection = self.operation, self.operation.selection
-        if operation.has_bound or operation.row_factors is not None:
+        if operation.has_bound or operation.chunk_factors is not None:
             # The coefficients hold for every mask: with `rescale` they include 1 / p.
             squares = np.where(left_out, self._typical, 0.0) ** 2
             if operation.is_even:

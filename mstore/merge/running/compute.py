@@ -76,7 +76,7 @@ def blend(
         add_up(tensor.mix, experts, base, dtypes[0], task.first_index, task.n, out, dtypes[1])
         return (0,) * len(experts)
     chunk = chunk_of(loaded, quotas)
-    own = masks_of(tensor, chunk), row_weights_of(tensor, chunk)
+    own = masks_of(tensor, chunk), weights_of(tensor, chunk)
     try:
         return tensor.kernel(tensor.mix, chunk, out, tensor.out_dtype, *own)
     except Incompatible as error:
@@ -93,12 +93,12 @@ def masks_of(tensor: TensorTask, chunk: Chunk) -> Bytes | None:
     return tensor.selection.masks(chunk, facts)
 
 
-def row_weights_of(tensor: TensorTask, chunk: Chunk) -> Singles | None:
-    """Return the factor of each row of each expert, float32[R, K]; None if the tensor has them."""
-    if tensor.row_factors is None:
+def weights_of(tensor: TensorTask, chunk: Chunk) -> Singles | None:
+    """Return the factors that follow from a chunk; None if the tensor has them."""
+    if tensor.chunk_factors is None:
         return None
     whole, weights = tensor.selection.is_whole, tensor.mix.weights.tolist()
-    return tensor.row_factors.weights(chunk, tensor.row_length, weights, whole=whole)
+    return tensor.chunk_factors.weights(chunk, tensor.row_length, weights, whole=whole)
 
 
 def chunk_of(loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int]) -> Chunk:

@@ -300,8 +300,8 @@ def _shapes(tasks: Tasks) -> tuple[dict[_Shape, str], int]:
         wide = max([base, *map(item_size, dtypes)])
         elements = min(count, chunk * batch_chunks(chunk, own.dtype, output))
         beside = operation.selection.mask_bytes(there)
-        if operation.row_factors is not None:
-            beside += operation.row_factors.bytes_each(len(members.experts))
+        if operation.chunk_factors is not None:
+            beside += operation.chunk_factors.bytes_each(len(members.experts))
         masks = -(-beside // wide)
         shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
         first.setdefault(shape, planned.name)

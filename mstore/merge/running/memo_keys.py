@@ -10,7 +10,8 @@ Owns which facts go into a key and how a row's value is encoded; `mstore.store.m
            methods that mix the experts themselves all weights; for a selection by variance or
            importance the threshold, the number of experts, and how far into the chunk equal ones
            count; for one by what experts need, what makes it a need, and of how many; for
-           rows with factors of their own all weights, and which expert each is; of what is read
+           rows or elements with factors of their own all weights, which expert each is, and what
+           else factors follow from; of what is read
            with companions, whose each is
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
            quota: how many ties the chunk took; u32: how many elements are infinite or NaN, and are
@@ -160,7 +161,9 @@ class MemoKeys:
             head = ARITHMETIC.to_bytes(4, "little") + mix.signature()
             found = self._heads[key] = head + types + weights
         # Ranks, importance and angles follow from the rows.
-        return found + tensor.row_length.to_bytes(8, "little") if operation.needs_rows else found
+        rows = tensor.row_length.to_bytes(8, "little") if operation.needs_rows else b""
+        own = operation.chunk_factors
+        return found + rows + (b"" if own is None else own.key())
 
     def _sides(
         self, tensor: TensorTask, members: Members, operation: Operation

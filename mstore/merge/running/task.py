@@ -23,7 +23,7 @@ from mstore.blocks.packs import NO_BASE
 from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic import adapters, kernels
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
-from mstore.merge.arithmetic.row_factors import RowFactors
+from mstore.merge.arithmetic.row_factors import ChunkFactors
 from mstore.merge.methods.combination import Kernel
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
@@ -81,7 +81,8 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     limited     whether any of the quotas is less than all
     keys        uint32[K, 2], zeros if nothing is random
     selection   what is taken of each expert
-    turn        how factors follow from what is read
+    chunk_factors
+                how factors follow from what is read
     kernel      what computes a chunk
     cut         where a selection of all experts together ends; None for others
     numbers     what planning remembered of each row; None if that is not in memory
@@ -103,7 +104,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     file: str
     offset: int
     selection: Selection
-    row_factors: RowFactors | None
+    chunk_factors: ChunkFactors | None
     kernel: Kernel
     cut: Cut | None = None
     numbers: npt.NDArray[np.float32] | None = None
@@ -170,7 +171,7 @@ class ChunkTask(msgspec.Struct, frozen=True, eq=False, gc=False):
             bool(self.rows)
             and all(row.factors is not None and row.factors.is_sum for row in self.rows)
             and tensor.kernel is kernels.run
-            and tensor.row_factors is None
+            and tensor.chunk_factors is None
             and adapters.adds(tensor.mix)
         )
 
@@ -341,7 +342,7 @@ class Tasks:
             file=file,
             offset=offset,
             selection=selection,
-            row_factors=operation.row_factors,
+            chunk_factors=operation.chunk_factors,
             kernel=operation.method.combine.kernel,
             cut=selection.cut(planned.thresholds),
             numbers=self._catalog.row_numbers.get(members.base_id, members.expert_ids[0])
