@@ -99,6 +99,7 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("geometric_median", {}),
     ("add_perpendicular", {}),
     ("train_difference", {}),
+    ("tensor_sum", {}),
     *(("clamp", {"stiffness": stiffness}) for stiffness in (0.0, 0.5)),
 )
 UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}

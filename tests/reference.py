@@ -51,6 +51,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "nearswap": {},
     "clamp": {"stiffness": 0.0},
     "train_difference": {"alpha": 1.0},
+    "tensor_sum": {"width": 0.5, "offset": 0.0},
     "consensus": {"k": 2, "tall_mask_lambda": 1.0, "lambda": 1.0},
     "arcee_fusion": {},
     "fisher": {"floor": 0.0},
@@ -91,6 +92,11 @@ def merge(
             side = _where_bits(absent[0], single(base), single(experts[0]))
             mixed = side * np.float32(parameters["scale"])
             keep = (_bits(side) == _bits(single(base))) & (parameters["scale"] == 1)
+        elif method == "tensor_sum":
+            side = _where_bits(absent[0], single(base), single(experts[0]))
+            taken = in_rows(parameters["width"], parameters["offset"], shape)
+            mixed = _where_bits(taken, side, single(base))
+            keep = _bits(mixed) == _bits(single(base))
         elif method == "nearswap":
             side = _where_bits(absent[0], single(base), single(experts[0]))
             mixed = swapped(single(base), side, parameters["t"])
@@ -199,6 +205,16 @@ def won(
         (np.float64(weight) * scale / divisor).astype(np.float32)
         for weight, scale in zip(weights, scales, strict=True)
     ]
+
+
+def in_rows(width: float, offset: float, shape: Sequence[int]) -> Mask:
+    """Which elements are in so many of the rows, from one on, and further from the first on."""
+    if not shape:
+        return np.array([width > 0.5])
+    taken, offset = np.zeros(shape, dtype=bool), offset % 1.0
+    taken[round(offset * shape[0]) : round(min(1.0, offset + width) * shape[0])] = True
+    taken[: round(max(0.0, offset + width - 1) * shape[0])] = True
+    return taken.ravel()
 
 
 def element_factors(

@@ -65,6 +65,8 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "beyond a sum": ("linear", {"normalize": False, "scale": -2.0}, {}),
     "counts": ("ties", {"density": 0.5, "by_count": True}, {"budget": 0.6}),
     "trained": ("train_difference", {"alpha": 0.8}, {"budget": 0.6}),
+    "rows": ("tensor_sum", {"width": 0.5, "offset": 0.7}, {"budget": 0.6}),
+    "half of rows": ("tensor_sum", {"scale": 0.5}, {"dtype": "F32"}),
     "clamped": ("clamp", {"stiffness": 0.4}, {}),
     "half clamped": ("clamp", {"scale": 0.5}, {"dtype": "F32"}),
     "median": ("geometric_median", {}, {"budget": 0.6}),
@@ -77,7 +79,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def weights_of(way: str) -> dict[str, float]:
     """The experts that are merged, with their weights."""
-    if WAYS[way][0] in ("slerp", "passthrough", "nearswap", "arcee_fusion"):
+    if WAYS[way][0] in ("slerp", "passthrough", "nearswap", "arcee_fusion", "tensor_sum"):
         return {"e1": 1.0}
     if WAYS[way][0] in ("guarded", "train_difference", "add_perpendicular"):
         return {"e0": 1.0, "e2": 1.0}
@@ -105,7 +107,7 @@ def contributions(
     absent: Sequence[Array],
     thresholds: Sequence[tuple[float, int]],
     tensor: str,
-    row: int,
+    shape: Sequence[int],
     factor: float = 0.0,
 ) -> tuple[Double, list[Double]]:
     """The base's own contribution and each expert's, from the definitions.
@@ -117,6 +119,11 @@ def contributions(
     b = reference.single(base).astype(np.float64)
     if method == "passthrough":
         w = [np.float32(given.get("scale", 1.0))]
+    if method == "tensor_sum":
+        own = reference.DEFAULTS[method] | given
+        keep = reference.in_rows(own["width"], own["offset"], shape) & ~absent[0]
+        gap = reference.single(experts[0]).astype(np.float64) - b
+        return np.zeros(b.size), [np.where(keep, gap, 0.0)]
     if method == "nearswap":
         side = reference.single(experts[0])
         moved = reference.swapped(reference.single(base), side, given["t"]).astype(np.float64)
@@ -141,6 +148,7 @@ def contributions(
             own = reference.DEFAULTS[method] | given
             keep = reference.needs(own, weights, deltas)
         else:
+            row = reference.row_length(shape)
             keep = reference.importance(base, experts[0], row) >= thresholds[0][0]
         scale = float(np.float32(given.get("lambda", 1.0)))
         return np.zeros(b.size), [
@@ -323,7 +331,7 @@ def test_shares_are_those_of_the_definition(
             [_absent(states, planned.chunk_elements, base.size) for states in planned.states],
             [(limit.value, limit.quota) for limit in planned.thresholds],
             planned.name,
-            reference.row_length(family.base[planned.name].shape),
+            family.base[planned.name].shape,
             0.0 if mixture is None else mixture.base,
         )
         if method != "passthrough":

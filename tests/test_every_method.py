@@ -353,7 +353,16 @@ REMEMBERED = {
     or METHODS[row.method].companions
     or row.definition
     or row.method
-    in ("della", "della_linear", "consensus", "nearswap", "ram", "clamp", "train_difference")
+    in (
+        "della",
+        "della_linear",
+        "consensus",
+        "nearswap",
+        "ram",
+        "clamp",
+        "train_difference",
+        "tensor_sum",
+    )
 }
 
 
@@ -494,6 +503,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], Sequence[float], str], ...] = (
     ("train_difference", {}, TWO, "has no weight; its parameters: alpha"),
     ("clamp", {}, LONE, "at least 2 experts"),
     ("clamp", {"stiffness": 1.5}, SAME, "stiffness must be in"),
+    ("tensor_sum", {"width": 1.5}, LONE, "width must be in"),
+    ("tensor_sum", {}, SAME, "one expert"),
     ("geometric_median", {"eps": 0}, SAME, "eps must be in"),
     ("geometric_median", {}, TWO, "has no weight; its parameters: max_iter"),
     ("add_perpendicular", {}, LONE, "2 experts"),

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "sce": ({"select_topk": 0.5}, 3),
     "slerp": ({"t": 0.3}, 1),
     "task_arithmetic": ({"normalize": True}, 3),
+    "tensor_sum": ({"width": 0.6, "offset": 0.7}, 1),
     "ties": ({"density": 0.5}, 3),
     "train_difference": ({"alpha": 0.7}, 2),
 }

@@ -65,6 +65,12 @@ METHODS: dict[str, dict[str, Any]] = {
         "experts": ["e0", "e1"],
         "budget": 0.6,
     },
+    "tensor_sum": {
+        "method": "tensor_sum",
+        "parameters": {"width": 0.5, "offset": 0.75},
+        "experts": ["e1"],
+        "budget": 0.7,
+    },
     "clamp": {
         "method": "clamp",
         "parameters": {"stiffness": 0.5},

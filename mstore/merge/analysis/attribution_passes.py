@@ -15,7 +15,7 @@ from mstore.merge.arithmetic import arguments, competition_passes, draws, stages
 from mstore.merge.arithmetic import arguments as a
 from mstore.merge.arithmetic.competition_passes import compete
 from mstore.merge.arithmetic.draws import fill_draws
-from mstore.merge.arithmetic.stages import draw, drawn_by, subtract, swap, trim, trim_band
+from mstore.merge.arithmetic.stages import choose, draw, drawn_by, subtract, swap, trim, trim_band
 from mstore.merge.arithmetic.tiles import (
     ALL,
     ALONE,
@@ -296,6 +296,8 @@ def attribute(
             load_bits(row_codes[p], rows[p], start, count, tile, 0)
             if near:
                 swap(count, factors[1], EXPERT, scratch)
+            if masked and kind == DIRECT:
+                choose(count, masks[k, start : start + count], EXPERT, scratch)
             if kind == FACTORED:
                 own_factors = elements[k, start : start + count]
                 _by_element(count, own_factors, bases, tile, parts[k])

@@ -16,6 +16,7 @@ from mstore.merge.arithmetic import arguments as a
 from mstore.merge.arithmetic.draws import fill_draws
 from mstore.merge.arithmetic.stages import NOTHING as _NOTHING
 from mstore.merge.arithmetic.stages import (
+    choose,
     count_equal,
     count_kept,
     drawn_by,
@@ -459,6 +460,8 @@ def mix(arguments_at: Any) -> None:
                 load_bits(row_codes[p], rows[p], start, count, scratch, at)
                 if near:
                     swap(count, factors[1], at, scratch)
+                if masked:
+                    choose(count, masks[k + j, start : start + count], at, scratch)
             if end - k == GROUP:
                 _add_direct_group(count, weights[k:end], scratch)
             else:

@@ -54,6 +54,14 @@ def swap(count: int, reach: Any, at: int, scratch: Any) -> None:
 
 
 @compiled
+def choose(count: int, mask: Any, at: int, scratch: Any) -> None:
+    """Write the base's elements to an expert's tile where the mask is 0."""
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    for i in range(count):
+        tile[i] = tile[i] if mask[i] else bases[i]
+
+
+@compiled
 def trim(count: int, threshold: Any, quota: int, at: int, scratch: Any) -> int:
     """Zero the deltas that are not kept; return the remaining quota (negative: no limit)."""
     tile = scratch[at : at + count]

@@ -198,17 +198,18 @@ def _shared(taken: Bools, twin: Ints) -> States:
 class Grid(msgspec.Struct, frozen=True):
     """K experts by C chunks.
 
-    starts: int64[tensors + 1], the first chunk of each tensor; tensor: int64[C]. elements:
-    float64[C], of each chunk. copies: float64[C], how many names the chunk's tensor has. equal,
-    known: bool[K, C], the blocks are the base's; statistics exist. twin, cost: int64[K, C] (see
-    `ExpertTensor`). rows: CHUNK[C] per expert, zeros if not known. threshold: float64[K, C], where
-    trimming cuts, and `ceiling`, from where all is dropped; NaN for no threshold. band:
-    float64[K, C], that of each chunk's tensor (see `ExpertTensor`), and surplus: float64[tensors,
-    K, 2]. together: experts with their companions, if any are read with them.
+    starts: int64[tensors + 1], the first chunk of each tensor; tensor: int64[C]. shapes: of each
+    tensor. elements: float64[C], of each chunk. copies: float64[C], how many names the chunk's
+    tensor has. equal, known: bool[K, C], the blocks are the base's; statistics exist. twin, cost:
+    int64[K, C] (see `ExpertTensor`). rows: CHUNK[C] per expert, zeros if not known. threshold:
+    float64[K, C], where trimming cuts, and `ceiling`, from where all is dropped; NaN for no
+    threshold. band: float64[K, C], that of each chunk's tensor (see `ExpertTensor`), and surplus:
+    float64[tensors, K, 2]. together: experts with their companions, if any are read with them.
     """
 
     starts: Ints
     tensor: Ints
+    shapes: tuple[Shape, ...]
     elements: Floats
     copies: Floats
     equal: Bools
@@ -229,6 +230,7 @@ class Grid(msgspec.Struct, frozen=True):
         return Grid(
             starts=np.array([0, *itertools.accumulate(chunks.tolist())], dtype=np.int64),
             tensor=np.repeat(np.arange(len(chunks)), chunks),
+            shapes=tuple([self.shapes[number] for number in tensors]),
             elements=self.elements[own],
             copies=self.copies[own],
             equal=self.equal[:, own],

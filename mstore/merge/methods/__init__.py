@@ -32,6 +32,7 @@ MODULES: Final = {
     "sce": "sce",
     "slerp": "spherical",
     "task_arithmetic": "sums",
+    "tensor_sum": "tensor_sum",
     "ties": "sums",
     "train_difference": "differences",
 }

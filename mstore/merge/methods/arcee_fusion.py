@@ -188,7 +188,7 @@ class Important(CutTogether, frozen=True):
         return np.minimum(grid.whole, grid.band)
 
     def masks(self, chunk: Chunk, facts: ChunkFacts) -> Masks:
-        assert facts.cut is not None
+        assert isinstance(facts.cut, Cut)
         if not chunk.row_dtypes:
             return np.zeros((len(chunk.row_of), chunk.n), dtype=np.uint8)
         base, expert = stored(chunk)[:2]

@@ -143,7 +143,7 @@ class Varied(CutTogether, frozen=True):
         return super().fits(thresholds, listed) and len(set(thresholds)) == 1
 
     def masks(self, chunk: Chunk, facts: ChunkFacts) -> Masks:
-        assert facts.cut is not None
+        assert isinstance(facts.cut, Cut)
         found = np.empty(chunk.n, dtype=np.bool_)
         for start, end, sides in pieces_of_chunk(chunk):
             at = chunk.first_index + start

@@ -40,6 +40,23 @@ class Cut(NamedTuple):
     before: int
 
 
+class Region(NamedTuple):
+    """The flat indexes of a tensor from `start` to `end`; from `start` on and up to `end` if that
+    is before it."""
+
+    start: int
+    end: int
+
+    def within(self, first: int, length: int) -> list[tuple[int, int]]:
+        """Return the runs of it in a chunk, beside the chunk's first index; none is empty."""
+        last = first + length
+        runs = [(self.start, self.end)]
+        if self.end < self.start:
+            runs = [(0, self.end), (self.start, last)]
+        cut = [(max(start, first) - first, min(end, last) - first) for start, end in runs]
+        return [(start, end) for start, end in cut if start < end]
+
+
 class ChunkFacts(NamedTuple):
     """What the masks of a chunk follow from, beside its elements.
 
@@ -49,7 +66,7 @@ class ChunkFacts(NamedTuple):
 
     row_length: int
     weights: Sequence[float]
-    cut: Cut | None
+    cut: Cut | Region | None
     numbers: Singles | None
 
 
@@ -262,8 +279,8 @@ class Selection(msgspec.Struct, frozen=True):
         """Return the kernel's thresholds and quotas, from those of a plan; None if it has none."""
         return None
 
-    def cut(self, planned: Sequence[TrimThreshold]) -> Cut | None:
-        """Return where a selection of all experts together ends."""
+    def cut(self, planned: Sequence[TrimThreshold], shape: Sequence[int]) -> Cut | Region | None:
+        """Return where a selection of all experts together ends, in a tensor of this shape."""
         return None
 
     def keys(self, name: str) -> npt.NDArray[np.uint32] | None:
@@ -288,7 +305,7 @@ class Selection(msgspec.Struct, frozen=True):
         """Return the keys of random masks, 8 bytes an expert; nothing if nothing is drawn."""
         return b""
 
-    def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
+    def place(self, cut: Cut | Region | None, first_index: int, length: int) -> bytes:
         """Return what a chunk's result follows from besides its elements.
 
         cut: as `cut` returns it.
@@ -301,15 +318,15 @@ class CutTogether(Selection, frozen=True):
 
     planned = 1
 
-    def cut(self, planned: Sequence[TrimThreshold]) -> Cut:
+    def cut(self, planned: Sequence[TrimThreshold], shape: Sequence[int]) -> Cut:
         return Cut(planned[0].value, planned[0].quota)
 
     def mask_bytes(self, read: int) -> int:
         return self.experts
 
-    def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
+    def place(self, cut: Cut | Region | None, first_index: int, length: int) -> bytes:
         """Return the threshold, the number of experts, and how many ties of the chunk count."""
-        assert cut is not None
+        assert isinstance(cut, Cut)
         before = cut.before - first_index if cut.before >= 0 else length
         return struct.pack("<fIQ", cut.value, self.experts, min(length, max(0, before)))
 

@@ -44,6 +44,7 @@ from mstore.merge.methods.selection import (
     Cuts,
     Masks,
     Measured,
+    Region,
     Selection,
     each,
 )
@@ -212,7 +213,7 @@ class Drawn(Selection, frozen=True):
     def words(self, keys: npt.NDArray[np.uint32]) -> bytes:
         return keys.astype("<u4", copy=False).tobytes()
 
-    def place(self, cut: Cut | None, first_index: int, length: int) -> bytes:
+    def place(self, cut: Cut | Region | None, first_index: int, length: int) -> bytes:
         """Return where in the tensor the chunk is: draws follow from that."""
         return first_index.to_bytes(8, "little")
 

@@ -148,6 +148,7 @@ def grid_of(survey: Survey) -> Grid:
     return Grid(
         starts=np.array([0, *itertools.accumulate(chunks.tolist())], dtype=np.int64),
         tensor=tensor,
+        shapes=tuple([t.record.shape for t in tensors]),
         elements=_joined([[_elements(t) for t in tensors]], np.float64)[0],
         copies=np.array([t.copies for t in tensors], dtype=np.float64)[tensor],
         equal=_joined([[e.equal for e in side] for side in sides], bool),

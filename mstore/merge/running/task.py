@@ -27,7 +27,7 @@ from mstore.merge.arithmetic.row_factors import ChunkFactors
 from mstore.merge.methods.combination import Kernel
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
-from mstore.merge.methods.selection import Cut, Selection
+from mstore.merge.methods.selection import Cut, Region, Selection
 from mstore.merge.planning.tensors import names_of_plan
 from mstore.merge.running.workplace import BlockPlaces
 from mstore.models.adapters.inputs import Inputs
@@ -106,7 +106,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     selection: Selection
     chunk_factors: ChunkFactors | None
     kernel: Kernel
-    cut: Cut | None = None
+    cut: Cut | Region | None = None
     numbers: npt.NDArray[np.float32] | None = None
 
     @property
@@ -344,7 +344,7 @@ class Tasks:
             selection=selection,
             chunk_factors=operation.chunk_factors,
             kernel=operation.method.combine.kernel,
-            cut=selection.cut(planned.thresholds),
+            cut=selection.cut(planned.thresholds, base.shape),
             numbers=self._catalog.row_numbers.get(members.base_id, members.expert_ids[0])
             if selection.remembers
             else None,
