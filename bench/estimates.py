@@ -100,6 +100,7 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("add_perpendicular", {}),
     ("train_difference", {}),
     ("tensor_sum", {}),
+    *((method, {"alpha": 0.5}) for method in ("add_cosine_a", "add_cosine_b")),
     *(("clamp", {"stiffness": stiffness}) for stiffness in (0.0, 0.5)),
 )
 UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}

@@ -51,6 +51,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "nearswap": {},
     "clamp": {"stiffness": 0.0},
     "train_difference": {"alpha": 1.0},
+    "add_cosine_a": {"alpha": 1.0},
+    "add_cosine_b": {"alpha": 1.0},
     "tensor_sum": {"width": 0.5, "offset": 0.0},
     "consensus": {"k": 2, "tall_mask_lambda": 1.0, "lambda": 1.0},
     "arcee_fusion": {},
@@ -107,6 +109,9 @@ def merge(
         elif method == "consensus":
             mixed = needed_by_several(parameters, weights, base, experts, absent)
             mixed, keep = single(base) + mixed, mixed == 0
+        elif method in ("add_cosine_a", "add_cosine_b"):
+            found = by_columns(method, parameters["alpha"], base, experts[0], shape)
+            mixed, keep = by_element([found], base, experts, absent)
         elif method in ("clamp", "train_difference"):
             factors = element_factors(method, parameters, base, experts, absent)
             mixed, keep = by_element(factors, base, experts, absent)
@@ -215,6 +220,21 @@ def in_rows(width: float, offset: float, shape: Sequence[int]) -> Mask:
     taken[round(offset * shape[0]) : round(min(1.0, offset + width) * shape[0])] = True
     taken[: round(max(0.0, offset + width - 1) * shape[0])] = True
     return taken.ravel()
+
+
+def by_columns(
+    method: str, alpha: float, base: Array, expert: Array, shape: Sequence[int]
+) -> Single:
+    """How far each element goes to the expert: by the angle of its column."""
+    rows = shape[0] if shape else 1
+    one, other = (single(side).astype(np.float64).reshape(rows, -1) for side in (base, expert))
+    floors = [np.maximum(np.linalg.norm(side, axis=0), 1e-8) for side in (one, other)]
+    cosine = (one * other).sum(axis=0) / np.prod(floors, axis=0)
+    if method == "add_cosine_b":
+        size = np.linalg.norm(one) * np.linalg.norm(other)
+        cosine = (cosine + (one * other).sum() / size) / 2
+    factors = (1 - np.clip(cosine - alpha, 0, 1)).astype(np.float32)
+    return np.broadcast_to(factors, one.shape).ravel()
 
 
 def element_factors(

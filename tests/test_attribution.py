@@ -67,6 +67,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "trained": ("train_difference", {"alpha": 0.8}, {"budget": 0.6}),
     "rows": ("tensor_sum", {"width": 0.5, "offset": 0.7}, {"budget": 0.6}),
     "half of rows": ("tensor_sum", {"scale": 0.5}, {"dtype": "F32"}),
+    "by columns": ("add_cosine_a", {"alpha": 0.4}, {"budget": 0.6}),
     "clamped": ("clamp", {"stiffness": 0.4}, {}),
     "half clamped": ("clamp", {"scale": 0.5}, {"dtype": "F32"}),
     "median": ("geometric_median", {}, {"budget": 0.6}),
@@ -79,7 +80,14 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def weights_of(way: str) -> dict[str, float]:
     """The experts that are merged, with their weights."""
-    if WAYS[way][0] in ("slerp", "passthrough", "nearswap", "arcee_fusion", "tensor_sum"):
+    if WAYS[way][0] in (
+        "slerp",
+        "passthrough",
+        "nearswap",
+        "arcee_fusion",
+        "tensor_sum",
+        "add_cosine_a",
+    ):
         return {"e1": 1.0}
     if WAYS[way][0] in ("guarded", "train_difference", "add_perpendicular"):
         return {"e0": 1.0, "e2": 1.0}
@@ -165,6 +173,10 @@ def contributions(
         return np.zeros(b.size), [
             d.astype(np.float64) * one for d, one in zip(deltas, factors, strict=True)
         ]
+    if method == "add_cosine_a":
+        factor = reference.by_columns(method, given["alpha"], base, experts[0], shape)
+        gap = reference.delta(base, experts[0]).astype(np.float64)
+        return np.zeros(b.size), [np.where(absent[0], 0.0, gap * factor)]
     if method in ("train_difference", "clamp"):
         own = reference.DEFAULTS[method] | given
         factors = reference.element_factors(method, own, base, experts, absent)

@@ -46,6 +46,7 @@ ADDITIVE = {
     "arcee_fusion": ({}, (1.0,)),
     "guarded": ({"threshold": 0.0, "alpha": 0.25}, (1.0, 1.0)),
     "geometric_median": ({}, (1.0, 1.0, 1.0)),
+    "add_cosine_a": ({"alpha": 0.8}, (1.0,)),
     "tensor_sum": ({"width": 0.6, "offset": 0.7}, (1.0,)),
     "add_perpendicular": ({"alpha": 0.7}, (1.0, 1.0)),
 }

@@ -351,18 +351,9 @@ REMEMBERED = {
     for row in reversed(ROWS)
     if METHODS[row.method].facts
     or METHODS[row.method].companions
+    or METHODS[row.method].is_ours
     or row.definition
-    or row.method
-    in (
-        "della",
-        "della_linear",
-        "consensus",
-        "nearswap",
-        "ram",
-        "clamp",
-        "train_difference",
-        "tensor_sum",
-    )
+    or row.method in ("della", "della_linear", "nearswap", "ram")
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,7 @@ def test_factors_of_elements_equal_the_reference(
             *(*nothing, np.zeros((experts, 2), dtype=np.uint32)),
         )
         weights = own.mix().weights.tolist()
-        factors = own.chunk_factors.weights(chunk, n, weights, whole=False)
+        factors = own.chunk_factors.weights(chunk, (n,), weights, whole=False)
         found = np.zeros(n, dtype=DTYPES[out])
         own.method.combine.kernel(own.mix(), chunk, found.view(np.uint8), out, None, factors)
         exact = reference.merge(
@@ -501,7 +502,7 @@ def test_rows_that_are_ranked_in_turns() -> None:
 )
 def test_chunks_of_whole_rows(chunk: int, shape: tuple[int, ...], wanted: int) -> None:
     """A chunk is whole blocks and whole rows, or the whole tensor where that is less."""
-    assert whole_rows(chunk, shape) == wanted
+    assert whole_rows(chunk, shape[-1], math.prod(shape)) == wanted
 
 
 # -- sce -------------------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
         ("add_perpendicular", {"alpha": 1.0}),
         ("train_difference", {"alpha": 1.0}),
         ("clamp", {"stiffness": 0.0}),
+        ("add_cosine_a", {"alpha": 1.0}),
+        ("add_cosine_b", {"alpha": 1.0}),
         ("tensor_sum", {"width": 0.5, "offset": 0.0}),
         ("geometric_median", {"max_iter": 100, "eps": 1e-6}),
         ("ram", {"epsilon": 1e-5}),

@@ -21,6 +21,8 @@ from mstore.terms.errors import BadRequest
 
 Single = npt.NDArray[np.float32]
 CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "add_cosine_a": ({"alpha": 0.5}, 1),
+    "add_cosine_b": ({"alpha": 0.5}, 1),
     "add_perpendicular": ({"alpha": 0.7}, 2),
     "arcee_fusion": ({}, 1),
     "breadcrumbs": ({"density": 0.5, "lambda": 0.7}, 3),

@@ -71,6 +71,12 @@ METHODS: dict[str, dict[str, Any]] = {
         "experts": ["e1"],
         "budget": 0.7,
     },
+    "add_cosine_b": {
+        "method": "add_cosine_b",
+        "parameters": {"alpha": 0.4},
+        "experts": ["e1"],
+        "budget": 0.7,
+    },
     "clamp": {
         "method": "clamp",
         "parameters": {"stiffness": 0.5},

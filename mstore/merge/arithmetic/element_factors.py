@@ -45,7 +45,7 @@ class ElementFactors(ChunkFactors):
         """
 
     def weights(
-        self, chunk: Chunk, row_length: int, weights: Sequence[float], *, whole: bool
+        self, chunk: Chunk, shape: Sequence[int], weights: Sequence[float], *, whole: bool
     ) -> Singles:
         """Return the factors of a chunk, float32[K, n]."""
         found = np.empty((len(chunk.row_of), chunk.n), dtype=np.float32)

@@ -26,6 +26,7 @@ from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.arithmetic.tiles import LANES, address, rows_together
+from mstore.models.stats.chunks import row_length as length_of
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.passes import Pass
@@ -52,19 +53,22 @@ class ChunkFactors(ABC):
     """How factors follow from a chunk, where a tensor has none: of rows, or of single elements.
 
     code: what stands for it in a kernel's flags, and so in memo keys. needs_rows: whether a chunk
-    must be whole rows. likely: roughly what a weighted delta is multiplied by; None:
-    its share of the weights.
+    must be whole rows. needs_tensor: whether it must be the whole tensor. likely: roughly what a
+    weighted delta is multiplied by; None: its share of the weights.
     """
 
     code: ClassVar[int]
+    unbounded: ClassVar[str | None] = None
+    """What it does, where the error of leaving something out has no bound because of it."""
     needs_rows: ClassVar[bool] = False
+    needs_tensor: ClassVar[bool] = False
     likely: ClassVar[float | None] = None
 
     @abstractmethod
     def weights(
-        self, chunk: Chunk, row_length: int, weights: Sequence[float], *, whole: bool
+        self, chunk: Chunk, shape: Sequence[int], weights: Sequence[float], *, whole: bool
     ) -> Singles:
-        """Return the factors of a chunk, as the kernel takes them.
+        """Return the factors of a chunk of a tensor of this shape, as the kernel takes them.
 
         weights: of the experts. whole: experts are mixed, not their deltas; an absent one is the
         base.
@@ -74,7 +78,7 @@ class ChunkFactors(ABC):
     def bytes_each(self, experts: int) -> int:
         """Return how many bytes it takes for each element."""
 
-    def key(self) -> bytes:
+    def key(self, shape: Sequence[int]) -> bytes:
         """Return what factors follow from besides the chunk and the weights."""
         return b""
 
@@ -82,6 +86,7 @@ class ChunkFactors(ABC):
 class RowFactors(ChunkFactors):
     """How the factors of a row follow from its parts, one an expert.  Has no state."""
 
+    unbounded = "turns each row by what is read of it"
     needs_rows = True
 
     @abstractmethod
@@ -102,9 +107,10 @@ class RowFactors(ChunkFactors):
             return np.ascontiguousarray(self.factors(parts, weights).T, dtype=np.float32)
 
     def weights(
-        self, chunk: Chunk, row_length: int, weights: Sequence[float], *, whole: bool
+        self, chunk: Chunk, shape: Sequence[int], weights: Sequence[float], *, whole: bool
     ) -> Singles:
         """Return the factor of each row of each expert of a chunk, float32[R, K]."""
+        row_length = length_of(shape)
         found = np.empty((chunk.n // row_length, len(chunk.row_of)), dtype=np.float32)
         step = rows_together(row_length)
         for start in range(0, chunk.n, step):
@@ -113,12 +119,12 @@ class RowFactors(ChunkFactors):
             parts = np.zeros(shape, dtype=np.float32)
             for k, row in enumerate(chunk.row_of):
                 if row >= 0 or whole:
-                    parts[k] = _part(chunk, row, start, end, whole=whole).reshape(-1, row_length)
+                    parts[k] = part(chunk, row, start, end, whole=whole).reshape(-1, row_length)
             found[start // row_length : end // row_length] = self.of_rows(parts, weights)
         return found
 
 
-def _part(chunk: Chunk, row: int, start: int, end: int, *, whole: bool) -> Singles:
+def part(chunk: Chunk, row: int, start: int, end: int, *, whole: bool) -> Singles:
     """Return an expert's elements, or its deltas; of whole experts an absent one is the base."""
     base = chunk.base[start * ITEMSIZES[chunk.base_dtype] :]
     if row < 0:

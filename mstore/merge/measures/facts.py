@@ -289,13 +289,13 @@ class TensorFacts:
         data = np.concatenate(list(self.pool.map(read, range(-(-elements // chunk)))))
         return singles(data, record.dtype, elements).reshape(record.shape)
 
-    def readers(self, side: int, *, whole: bool) -> Readers:
+    def readers(self, side: int, row: int) -> Readers:
         """Return the elements of a chunk, and what reads those of the base and of an expert.
 
-        whole: a chunk is whole rows.
+        row: a chunk is whole rows of so many elements.
         """
         catalog, other = self._facts.catalog, self.sides[side][1]
-        chunk = tensor_chunk(catalog.block_size, self.base, [other], whole=whole)
+        chunk = tensor_chunk(catalog.block_size, self.base, [other], row=row)
         return (
             chunk,
             chunk_reader(catalog, self.base, chunk, None),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 MODULES: Final = {
+    "add_cosine_a": "cosine",
+    "add_cosine_b": "cosine",
     "add_perpendicular": "differences",
     "arcee_fusion": "arcee_fusion",
     "breadcrumbs": "sums",

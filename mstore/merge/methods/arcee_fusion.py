@@ -202,7 +202,7 @@ class _Chunks:
 
     def __init__(self, facts: TensorFacts) -> None:
         self._dtypes = facts.base.dtype, facts.sides[1][1].dtype
-        self._chunk, *self._readers = facts.readers(1, whole=True)
+        self._chunk, *self._readers = facts.readers(1, length_of(facts.base.shape))
         self.elements = facts.elements
         self._length = length_of(facts.base.shape)
         self.numbers = range(-(-self.elements // self._chunk))

@@ -33,7 +33,7 @@ class _Clamped(ElementFactors):
     def __init__(self, stiffness: float) -> None:
         self._stiffness = np.float32(stiffness)
 
-    def key(self) -> bytes:
+    def key(self, shape: Sequence[int]) -> bytes:
         return struct.pack("<f", self._stiffness)
 
     def factors(self, base: Singles, sides: Sequence[Singles], weights: Sequence[float]) -> Singles:

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
 from mstore.merge.arithmetic import element_factors
-from mstore.merge.arithmetic.element_factors import ElementFactors
 from mstore.merge.arithmetic.row_factors import ChunkFactors, RowFactors
 from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, CONSENSUS, FACTORED, MAJORITY
 from mstore.merge.measures import BEYOND
@@ -67,10 +66,10 @@ class Factored(Sum):
     """
 
     kind = FACTORED
-    unbounded = "makes the factors of an element of what is read of it"
+    unbounded: ClassVar[str | None] = "makes the factors of an element of what is read of it"
     kernel = staticmethod(element_factors.run)
 
-    def __init__(self, factors: Callable[[Mapping[str, Value]], ElementFactors]) -> None:
+    def __init__(self, factors: Callable[[Mapping[str, Value]], ChunkFactors]) -> None:
         self._factors = factors
 
     def chunk_factors(self, parameters: Mapping[str, Value]) -> ChunkFactors:

@@ -27,6 +27,7 @@ Order of operations as in mergekit 0.1.5.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -50,6 +51,7 @@ from mstore.merge.methods.parameters import (
     single,
 )
 from mstore.merge.methods.selection import EVERY, Measured, Selection, common
+from mstore.models.stats.chunks import row_length
 from mstore.store.objects.plan import Mixture
 from mstore.terms.errors import BadRequest, did_you_mean
 from mstore.terms.phrases import Option, call, phrase
@@ -271,7 +273,7 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         """What it does, where the error of leaving something out has no bound; None if it has."""
         declared = self.method.combine.unbounded or self.method.select.unbounded
         if declared is None and self.chunk_factors is not None:
-            return "turns each row by what is read of it"
+            return self.chunk_factors.unbounded
         return declared
 
     @property
@@ -330,6 +332,12 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
         """Whether a chunk must be whole rows."""
         own = self.chunk_factors
         return self.selection.needs_rows or (own is not None and own.needs_rows)
+
+    def row(self, shape: Sequence[int]) -> int:
+        """Return of how many elements each the rows are that a chunk of a tensor is whole."""
+        if self.chunk_factors is not None and self.chunk_factors.needs_tensor:
+            return math.prod(shape)
+        return row_length(shape) if self.needs_rows else 1
 
     @property
     def needs_facts(self) -> bool:

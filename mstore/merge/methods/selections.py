@@ -137,7 +137,8 @@ class Drawn(Selection, frozen=True):
 
         A chunk of the base is read once for all experts of one element type.
         """
-        readers = {k: facts.readers(1 + k, whole=self.needs_rows) for k in experts}
+        row = length_of(facts.base.shape) if self.needs_rows else 1
+        readers = {k: facts.readers(1 + k, row) for k in experts}
         found: dict[int, float] = {}
         for chunk in dict.fromkeys(one[0] for one in readers.values()):
             own = {k: one for k, one in readers.items() if one[0] == chunk}

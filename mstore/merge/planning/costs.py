@@ -134,8 +134,8 @@ class Comparer:
                 and 0 not in one.base.shape
                 and any(id != one.base_id for id, _ in one.pairs)
             ):
-                size, whole = self._catalog.block_size, operation.needs_rows
-                chunk = tensor_chunk(size, one.base, records, output, whole=whole)
+                size, row = self._catalog.block_size, operation.row(one.base.shape)
+                chunk = tensor_chunk(size, one.base, records, output, row=row)
                 groups.setdefault((chunk, dtypes), {})[one.name] = one.base, records
         for (chunk, _), members in groups.items():
             chunks = {name: _chunks(base, chunk) for name, (base, _) in members.items()}

@@ -468,8 +468,8 @@ class Surveyor:
             records = [record for _, record in pairs]
             read = [own for companion, own in self._split(every) if companion.is_read]
             others = [*records, *(record for own in read for _, record in own)]
-            whole = operation.needs_rows
-            chunk = tensor_chunk(self._catalog.block_size, base, others, output, whole=whole)
+            row = operation.row(base.shape)
+            chunk = tensor_chunk(self._catalog.block_size, base, others, output, row=row)
             compared = chunk, self._comparer.of(base, records, chunk)
         chunk, (equal, twin, cost) = compared
         if self._request.companions:

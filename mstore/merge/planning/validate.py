@@ -135,7 +135,8 @@ def _check_tensor(
     if not dtypes <= CODES.keys() or len({record.shape for record in records}) != 1:
         raise _unfit(tensor)
     base, *experts = records
-    chunk = tensor_chunk(plan.block_size, base, experts, output, whole=operation.needs_rows)
+    row = operation.row(base.shape)
+    chunk = tensor_chunk(plan.block_size, base, experts, output, row=row)
     chunks = -(-math.prod(records[0].shape) // chunk)
     if (
         tensor.chunk_elements != chunk

@@ -98,7 +98,7 @@ def weights_of(tensor: TensorTask, chunk: Chunk) -> Singles | None:
     if tensor.chunk_factors is None:
         return None
     whole, weights = tensor.selection.is_whole, tensor.mix.weights.tolist()
-    return tensor.chunk_factors.weights(chunk, tensor.row_length, weights, whole=whole)
+    return tensor.chunk_factors.weights(chunk, tensor.shape, weights, whole=whole)
 
 
 def chunk_of(loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int]) -> Chunk:

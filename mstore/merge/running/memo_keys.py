@@ -163,7 +163,7 @@ class MemoKeys:
         # Ranks, importance and angles follow from the rows.
         rows = tensor.row_length.to_bytes(8, "little") if operation.needs_rows else b""
         own = operation.chunk_factors
-        return found + rows + (b"" if own is None else own.key())
+        return found + rows + (b"" if own is None else own.key(tensor.shape))
 
     def _sides(
         self, tensor: TensorTask, members: Members, operation: Operation

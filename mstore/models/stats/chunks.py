@@ -33,31 +33,28 @@ def row_length(shape: Sequence[int]) -> int:
     return shape[-1] if len(shape) > 1 else math.prod(shape)
 
 
-def whole_rows(chunk: int, shape: Sequence[int]) -> int:
+def whole_rows(chunk: int, row: int, elements: int) -> int:
     """Return the elements of a chunk of whole rows: a multiple of `chunk`, at most the tensor."""
-    elements = math.prod(shape)
-    return min(math.lcm(chunk, row_length(shape) or 1), max(1, -(-elements // chunk)) * chunk)
+    return min(math.lcm(chunk, row or 1), max(1, -(-elements // chunk)) * chunk)
 
 
 def tensor_chunk(
-    block_size: int, base: Tensor, others: Sequence[Tensor], *dtypes: str, whole: bool = False
+    block_size: int, base: Tensor, others: Sequence[Tensor], *dtypes: str, row: int = 1
 ) -> int:
     """Return the elements of a chunk of a tensor, for all that take part in it.
 
-    dtypes: further element types.  A chunk is whole rows if `whole`, or if one of the tensors is
-    computed row by row.
+    dtypes: further element types.  A chunk is whole rows of `row` elements, and those of a tensor
+    that is computed row by row.
     """
     members = (base, *others)
     # An applied tensor is computed from whole blocks of its own base.
     under = [one.base.dtype for one in members if isinstance(one, AppliedTensor)]
     chunk = chunk_elements(block_size, *(one.dtype for one in members), *under, *dtypes)
-    shape = base.shape
     together = {one.rows_together for one in members if isinstance(one, AppliedTensor)} - {0}
     if together:
         # Its rows are those of the matrix that a tensor of more dimensions counts as.
-        rows = math.lcm(*together)
-        whole, shape = True, (-(-shape[0] // rows), rows * math.prod(shape[1:]))
-    return whole_rows(chunk, shape) if whole else chunk
+        row = math.lcm(row, math.lcm(*together) * math.prod(base.shape[1:]))
+    return chunk if row == 1 else whole_rows(chunk, row, math.prod(base.shape))
 
 
 def chunk_blocks(record: Tensor, chunk: int, number: int, block_size: int) -> list[BlockId]:
