@@ -16,7 +16,7 @@ import pytest
 import torch
 from generated import BLOCK, Tensors
 from safetensors.torch import save_file
-from sd_mecha.extensions.builtin.merge_methods import limiting, linear, ties
+from sd_mecha.extensions.builtin.merge_methods import cosine, limiting, linear, slicing, ties
 from torch import Tensor
 
 from mstore import MergeRequest, Store
@@ -172,3 +172,27 @@ def test_model_stock_by_rows(place: Place, count: int) -> None:
         wanted = base.double() + called(ties.model_stock, *deltas)
         gap = float((found.double() - wanted).abs().max())
         assert (gap < 1e-5) == (count == 2), (name, gap)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("method", ["add_cosine_a", "add_cosine_b"])
+def test_add_cosine(place: Place, method: str, alpha: float) -> None:
+    """From A to B by the angle between their columns."""
+    for name, found in place.merged(method, {"alpha": alpha}, 1).items():
+        a, b = (model[name] for model in place.models[:2])
+        if not a.shape:
+            # sd-mecha has no columns of a number.
+            continue
+        function = getattr(cosine, method)
+        for dtype, units in ((torch.float64, UNITS), (torch.float32, 20 * UNITS)):
+            wanted = called(function, a.to(dtype), b.to(dtype), alpha=torch.tensor(alpha).to(dtype))
+            require_near(found, wanted, [a, b - a], units)
+
+
+@pytest.mark.parametrize(("width", "offset"), [(0.5, 0.0), (0.3, 0.45), (0.6, 0.7), (1.0, 0.5)])
+def test_tensor_sum(place: Place, width: float, offset: float) -> None:
+    """Rows of B in A, bit for bit."""
+    given = {"width": width, "offset": offset}
+    for name, found in place.merged("tensor_sum", given, 1).items():
+        wanted = called(slicing.tensor_sum, *(model[name] for model in place.models[:2]), **given)
+        assert torch.equal(found, wanted), name
