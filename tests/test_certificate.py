@@ -20,11 +20,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mstore import MergeRequest
-from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
+from mstore.merge.arithmetic.arguments import Chunk
+from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.methods.combinations import Mixed
 from mstore.merge.methods.lines import Layered
 from mstore.merge.methods.method import Operation
-from mstore.merge.methods.registry import operation
+from mstore.merge.methods.registry import find, operation
+from mstore.merge.methods.selection import ChunkFacts
 from mstore.merge.planning.planner import Planner
 from mstore.merge.planning.request import resolve
 from mstore.merge.planning.statistics import without_nan
@@ -62,6 +64,11 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("multislerp", {"around_base": False, "normalize_weights": False}),
     ("karcher", {}),
     ("guarded", {"threshold": 0.1, "alpha": 0.3}),
+    ("geometric_median", {"max_iter": 7}),
+    ("add_perpendicular", {"alpha": -1.3}),
+    ("tensor_sum", {"width": 0.6, "offset": 0.7}),
+    ("add_cosine_a", {"alpha": 0.4}),
+    ("add_cosine_b", {"alpha": -0.2}),
     ("linear", {"scale": 0.3}),
     ("linear", {"scale": -1e6}),
     ("linear", {"scale": 2.5, "normalize": False}),
@@ -78,9 +85,9 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("multislerp", {"scale": 7.0}),
     ("karcher", {"scale": 0.7}),
     ("guarded", {"scale": 1.5, "threshold": 0.1, "alpha": 0.3}),
+    ("tensor_sum", {"scale": -2.5}),
+    ("add_cosine_a", {"scale": 1e-38}),
 ]
-ALONE = ("slerp", "passthrough", "nearswap")
-UNWEIGHTED = ("model_stock", "karcher")
 TINY = float(np.float32(2.0**-149))
 
 
@@ -123,22 +130,24 @@ def merged(own: Operation, base: Single, experts: list[Any], whole: list[Single]
     rows = np.stack(there) if there else np.zeros((1, base.size), dtype=np.float32)
     numbers = iter(range(len(there)))
     out = np.zeros(base.size, dtype=np.float32)
-    drawn = own.selection.keys("t")
-    mix_chunk(
-        own.mix(),
+    drawn, mix, n = own.selection.keys("t"), own.mix(), base.size
+    chunk = Chunk(
         base.view(np.uint8),
         "F32",
         rows.view(np.uint8),
         ["F32"] * len(there),
         np.array([-1 if expert is None else next(numbers) for expert in experts]),
-        base.size,
+        n,
         0,
         np.array([value for value, _ in cuts], dtype=np.float32),
         np.array([quota for _, quota in cuts]),
         drawn if drawn is not None else np.zeros((len(experts), 2), dtype=np.uint32),
-        out.view(np.uint8),
-        "F32",
     )
+    weights, factors = mix.weights.tolist(), own.chunk_factors
+    facts = ChunkFacts(n, weights, own.selection.cut((), (n,)), None)
+    made = None if factors is None else factors.weights(chunk, (n,), weights, whole=False)
+    masks = own.selection.masks(chunk, facts)
+    own.method.combine.kernel(mix, chunk, out.view(np.uint8), "F32", masks, made)
     return out
 
 
@@ -176,10 +185,10 @@ def check(
     method: str, given: dict[str, Any], weights: list[float], base: Single, experts: list[Single]
 ) -> int:
     """Every way of leaving experts out keeps its bound; returns how many had one."""
-    count = 1 if method in ALONE else 2 if method == "nuslerp" else len(experts)
+    count = find(method).experts or len(experts)
     weights, experts = weights[:count], experts[:count]
-    if method in (*ALONE, *UNWEIGHTED):
-        weights = [1.0] * count
+    if not find(method).weighted:
+        weights = [1.0] * len(experts)
     try:
         own = chosen(method, given, weights, base, experts)
         plans = planner(method, given, weights, base, experts)
