@@ -73,34 +73,40 @@ def _by_element(count: int, factors: Any, base: Any, tile: Any, part: Any) -> No
 
 
 @compiled
-def _vote(
-    count: int, early: Any, weight: Any, majority: Any, tile: Any, mixed: Any, votes: Any
-) -> None:
+def _vote(count: int, early: Any, weight: Any, tile: Any, mixed: Any, votes: Any) -> None:
     """Weigh in float32; update `votes`: the sum, and the weights of positive and negative votes.
 
     early: what the vote is multiplied by, the weight unless that counts after the election.
-    majority: only signs are added up.
     """
     for i in range(count):
         vote = np.float32(bits_float(tile[i]) * early)
         # A NaN has no sign, and does not vote.
         vote = vote if vote == vote else _ZERO
         mixed[i] = vote
-        sign = np.float32(vote > _ZERO) - np.float32(vote < _ZERO)
-        votes[0, i] = np.float32(votes[0, i] + (sign if majority else vote))
+        votes[0, i] = np.float32(votes[0, i] + vote)
         votes[1, i] = np.float32(votes[1, i] + (weight if vote > _ZERO else _ZERO))
         votes[2, i] = np.float32(votes[2, i] + (weight if vote < _ZERO else _ZERO))
 
 
 @compiled
-def _agreeing(count: int, majority: Any, mixed: Any, votes: Any, part: Any) -> None:
-    """Zero what lost the election: the sign of the sum wins.
+def _count_votes(count: int, row_of: Any, mixed: Any, votes: Any) -> None:
+    """Replace the sums by those of signs; zero the votes of elements where these are zero."""
+    votes[0, :count] = _ZERO
+    for k in range(row_of.size):
+        if row_of[k] >= 0:
+            for i in range(count):
+                sign = np.float32(mixed[k, i] > _ZERO) - np.float32(mixed[k, i] < _ZERO)
+                votes[0, i] = np.float32(votes[0, i] + sign)
+    for k in range(row_of.size):
+        for i in range(count):
+            mixed[k, i] = _ZERO if votes[0, i] == _ZERO else mixed[k, i]
 
-    A zero sum counts as positive; majority: then nothing wins.
-    """
+
+@compiled
+def _agreeing(count: int, mixed: Any, votes: Any, part: Any) -> None:
+    """Zero what lost the election: the sign of the sum wins, and a zero sum counts as positive."""
     for i in range(count):
         agrees = mixed[i] < _ZERO if votes[0, i] < _ZERO else mixed[i] > _ZERO
-        agrees = agrees & (not (majority and votes[0, i] == _ZERO))
         part[i] = part[i] if agrees else 0.0
 
 
@@ -296,13 +302,13 @@ def attribute(
             load_bits(row_codes[p], rows[p], start, count, tile, 0)
             if near:
                 swap(count, factors[1], EXPERT, scratch)
-            if masked and kind == DIRECT:
-                choose(count, masks[k, start : start + count], EXPERT, scratch)
             if kind == FACTORED:
                 own_factors = elements[k, start : start + count]
                 _by_element(count, own_factors, bases, tile, parts[k])
                 continue
             if kind == DIRECT:
+                if masked:
+                    choose(count, masks[k, start : start + count], EXPERT, scratch)
                 _difference(count, weights[k], bases, tile, parts[k])
                 continue
             subtract(count, EXPERT, scratch)
@@ -332,7 +338,9 @@ def attribute(
             _product(count, weights[k], tile, parts[k])
             if kind == CONSENSUS:
                 early = _ONE if late else weights[k]
-                _vote(count, early, weights[k], majority, tile, mixed[k], votes)
+                _vote(count, early, weights[k], tile, mixed[k], votes)
+        if majority:
+            _count_votes(count, row_of, mixed, votes)
         if kind == CONSENSUS:
             _side_factors(count, lam, normalize, late, votes, factor)
         elif kind == INFORMED:
@@ -343,7 +351,7 @@ def attribute(
         for k in range(experts):
             if row_of[k] >= 0:
                 if kind == CONSENSUS:
-                    _agreeing(count, majority, mixed[k], votes, parts[k])
+                    _agreeing(count, mixed[k], votes, parts[k])
                 elif kind == AVERAGED:
                     _average(count, weights[k], numbers, parts[k])
                 _scale_and_add(count, factor, parts[k], total)
