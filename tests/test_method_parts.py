@@ -28,7 +28,7 @@ from mstore.merge.arithmetic.kernels import UNLIMITED, mix_chunk
 from mstore.merge.arithmetic.masks import mask_key
 from mstore.merge.arithmetic.row_factors import arc_cosine, sine
 from mstore.merge.measures.estimates import averaged
-from mstore.merge.methods import arcee_fusion, pcb
+from mstore.merge.methods import arcee_fusion, cosine, pcb
 from mstore.merge.methods.arcee_fusion import Rows, lower
 from mstore.merge.methods.consensus import agreed
 from mstore.merge.methods.method import Operation
@@ -179,6 +179,29 @@ def test_factors_of_elements_equal_the_reference(
             absent=[np.full(n, k not in there) for k in range(experts)],
         )
         assert np.array_equal(found.view(WORDS[out]), exact.view(WORDS[out]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_are_taken_a_few_at_a_time(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many columns are taken together, factors are the same bits."""
+    rng = np.random.default_rng(3)
+    wide, step = rng.standard_normal((2, 70, 33))
+    base, moved = wide.astype(DTYPES[dtype]), (wide + step / 2).astype(DTYPES[dtype])
+    rows = moved.view(np.uint8).reshape(1, -1)
+    keys = np.zeros((1, 2), dtype=np.uint32)
+    numbers = np.zeros(1, dtype=np.float32), [UNLIMITED], keys
+    chunk = Chunk(
+        base.reshape(-1).view(np.uint8), dtype, rows, [dtype], [0], base.size, 0, *numbers
+    )
+    own = operation("add_cosine_b", {"alpha": 0.1}, [1.0]).chunk_factors
+    assert own is not None
+    found = []
+    for together in (1 << 18, 500, 1):
+        monkeypatch.setattr(cosine, "_TOGETHER", together)
+        found.append(own.weights(chunk, base.shape, [1.0], whole=False).view(np.uint32))
+    assert len(np.unique(found[0])) > 20
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
 
 
 # -- nearswap --------------------------------------------------------------------------------------

@@ -119,12 +119,12 @@ class RowFactors(ChunkFactors):
             parts = np.zeros(shape, dtype=np.float32)
             for k, row in enumerate(chunk.row_of):
                 if row >= 0 or whole:
-                    parts[k] = part(chunk, row, start, end, whole=whole).reshape(-1, row_length)
+                    parts[k] = _part(chunk, row, start, end, whole=whole).reshape(-1, row_length)
             found[start // row_length : end // row_length] = self.of_rows(parts, weights)
         return found
 
 
-def part(chunk: Chunk, row: int, start: int, end: int, *, whole: bool) -> Singles:
+def _part(chunk: Chunk, row: int, start: int, end: int, *, whole: bool) -> Singles:
     """Return an expert's elements, or its deltas; of whole experts an absent one is the base."""
     base = chunk.base[start * ITEMSIZES[chunk.base_dtype] :]
     if row < 0:

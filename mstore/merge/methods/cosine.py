@@ -18,17 +18,25 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.arithmetic.row_factors import ChunkFactors, at_least, part, products
+from mstore.merge.arithmetic.row_factors import ChunkFactors, at_least, products
 from mstore.merge.methods.combinations import Factored
 from mstore.merge.methods.method import Method, Operation
 from mstore.merge.methods.parameters import MAX_SINGLE, Parameter, Range
 from mstore.merge.methods.selection import Delta, common
+from mstore.numeric.casts import singles
+from mstore.numeric.codes import ITEMSIZES
 
 ALPHA: Final = Parameter("alpha", "float", 1.0, Range(-MAX_SINGLE, MAX_SINGLE))
 _SMALLEST_NORM: Final = 1e-8
+_TOGETHER: Final = 1 << 18
+"""Elements of the columns that are taken at a time."""
+
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class _Cosine(ChunkFactors):
@@ -46,16 +54,23 @@ class _Cosine(ChunkFactors):
         return struct.pack("<d?Q", self._alpha, self._blends, shape[0] if shape else 1)
 
     def bytes_each(self, experts: int) -> int:
-        """Return those of both sides, twice more for their columns, and of a factor."""
-        return 4 * 7
+        """Return those of the factor; columns are taken a few at a time."""
+        return 4
 
     def weights(
         self, chunk: Chunk, shape: Sequence[int], weights: Sequence[float], *, whole: bool
     ) -> Singles:
         """Return the factor of each element, float32[1, n]."""
         rows = shape[0] if shape else 1
-        sides = [part(chunk, row, 0, chunk.n, whole=True) for row in (-1, chunk.row_of[0])]
-        gram = products(np.stack([side.reshape(rows, -1).T for side in sides]))
+        columns, own = chunk.n // rows, chunk.row_of[0]
+        sides = [(chunk.base, chunk.base_dtype)]
+        sides += [(chunk.rows[own], chunk.row_dtypes[own])] if own >= 0 else sides
+        step = max(1, _TOGETHER // rows)
+        grams = [
+            products(np.stack([_columns(*side, rows, columns, at, step) for side in sides]))
+            for at in range(0, columns, step)
+        ]
+        gram = np.concatenate(grams, axis=2)
         with np.errstate(all="ignore"):
             norms = at_least(np.sqrt(gram[0, 0]), _SMALLEST_NORM), np.sqrt(gram[1, 1])
             cosine = gram[0, 1] / (norms[0] * at_least(norms[1], _SMALLEST_NORM))
@@ -70,6 +85,14 @@ class _Cosine(ChunkFactors):
             agreed = np.where(agreed > 1.0, 1.0, np.where(agreed < 0.0, 0.0, agreed))
             factors = (1.0 - agreed).astype(np.float32)
         return np.ascontiguousarray(np.broadcast_to(factors, (rows, factors.size))).reshape(1, -1)
+
+
+def _columns(stored: Bytes, dtype: str, rows: int, columns: int, first: int, count: int) -> Singles:
+    """Return some columns of a tensor, each as a row."""
+    size = ITEMSIZES[dtype]
+    table = stored[: rows * columns * size].reshape(rows, columns * size)
+    part = np.ascontiguousarray(table[:, first * size : (first + count) * size])
+    return singles(part.reshape(-1), dtype, part.size // size).reshape(rows, -1).T
 
 
 class OneFactored(Factored):
