@@ -4,8 +4,8 @@ Such a file is copied alone, without its README.md, so its header says where it 
 entries that A1111's user interface writes and supermerger and others show (`sd_merge_recipe`,
 `sd_merge_models`), and in Stability AI's `modelspec.merged_from`.  Models are named by the ids of
 their contents: like a card, this is a function of the plan and of the parents' contents
-(docs/design/057-digests-and-headers.md).  What parents' headers say is repeated with limits, and never
-interpreted.
+(docs/design/057-digests-and-headers.md).  What parents' headers say is repeated with limits, and
+never interpreted.
 """
 
 from __future__ import annotations
