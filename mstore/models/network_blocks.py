@@ -20,13 +20,15 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from glob import escape
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.phrases import Option, few
 from mstore.terms.requests import TensorRule
+
+T = TypeVar("T")
 
 BASE: Final = "BASE"
 VAE: Final = "VAE"
@@ -164,16 +166,14 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
         weights: of the experts. asked: of each expert, the weights of the blocks.
         """
-        by_weights: dict[tuple[float, ...], list[str]] = {}
-        for tensor, block in self.of.items():
-            own = tuple(
-                weight * blocks[block] for weight, blocks in zip(weights, asked, strict=True)
-            )
-            by_weights.setdefault(own, []).append(tensor)
-        by_weights.pop(tuple(weights), None)
+        found = {
+            tensor: tuple(w * blocks[block] for w, blocks in zip(weights, asked, strict=True))
+            for tensor, block in self.of.items()
+        }
         return tuple(
-            TensorRule(tensors=patterns_of(names, self.of), weights=own)
-            for own, names in by_weights.items()
+            TensorRule(tensors=names, weights=own)
+            for own, names in grouped(found).items()
+            if own != tuple(weights)
         )
 
     def _told(self) -> str:
@@ -253,6 +253,15 @@ def _path(name: str) -> str | None:
     start = _DENOISER.match(name)
     assert start is not None
     return name[start.end() :]
+
+
+def grouped(tensors: Mapping[str, T]) -> dict[T, tuple[str, ...]]:
+    """Return patterns of the tensors that have each value, what most tensors have first."""
+    found: dict[T, list[str]] = {}
+    for name, value in tensors.items():
+        found.setdefault(value, []).append(name)
+    order = sorted(found, key=lambda value: -len(found[value]))
+    return {value: patterns_of(found[value], tensors) for value in order}
 
 
 def patterns_of(names: Iterable[str], every: Iterable[str]) -> tuple[str, ...]:

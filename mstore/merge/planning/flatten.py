@@ -18,8 +18,9 @@ from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.selection import Delta, Whole
 from mstore.merge.planning.request import Request, resolve
+from mstore.merge.recipes.sums import weighed
 from mstore.models.adapters.targets import has_keys, is_adapter
-from mstore.models.network_blocks import patterns_of
+from mstore.models.network_blocks import grouped
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, resolved, tensors_of
 from mstore.store.objects.plan import DROPPED, OMITTED, Plan
@@ -94,11 +95,13 @@ def flattened(catalog: Catalog, request: MergeRequest) -> MergeRequest:
     sums = _sums(catalog, asked, virtual)
     used = {model for total, _ in sums.values() for model, weight in total.items() if weight}
     experts = [model for model in names if model != base and model in used] or [*names][1:2]
-    groups: dict[tuple[tuple[float, ...], str | None], list[str]] = {}
-    for tensor, (total, dtype) in sums.items():
-        weights = tuple(total.get(model, 0.0) for model in experts)
-        groups.setdefault((weights, dtype), []).append(tensor)
-    most, dtype = max(groups, key=lambda group: len(groups[group]))
+    groups = grouped(
+        {
+            tensor: (tuple(total.get(model, 0.0) for model in experts), own)
+            for tensor, (total, own) in sums.items()
+        }
+    )
+    (most, dtype), *others = groups
     return replace(
         request,
         base=names[base],
@@ -106,9 +109,8 @@ def flattened(catalog: Catalog, request: MergeRequest) -> MergeRequest:
         method="task_arithmetic",
         parameters={},
         rules=tuple(
-            TensorRule(tensors=patterns_of(tensors, sums), weights=weights, dtype=own)
-            for (weights, own), tensors in groups.items()
-            if (weights, own) != (most, dtype)
+            TensorRule(tensors=groups[weights, own], weights=weights, dtype=own)
+            for weights, own in others
         ),
         dtype=dtype,
         only=(),
@@ -176,12 +178,8 @@ def _number(parameters: Mapping[str, object], name: str) -> float:
 
 def _weighed(base: _Sum, experts: Sequence[_Sum], weights: Sequence[float]) -> _Sum:
     """Return a sum of sums: the experts' by their weights, the base's for the rest."""
-    total: dict[_Model, float] = {}
-    rest = 1.0 - math.fsum(weights)
-    for one, weight in zip((base, *experts), (rest, *weights), strict=True):
-        for model, own in one.items():
-            total[model] = total.get(model, 0.0) + own * weight
-    return total
+    shares = (1.0 - math.fsum(weights), *weights)
+    return weighed(zip((base, *experts), shares, strict=True))
 
 
 def _sum_of(one: Input, tensor: str, virtual: Mapping[Input, _Virtual]) -> _Sum:
