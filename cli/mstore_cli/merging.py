@@ -51,7 +51,7 @@ def method_names() -> str:
 PARAMETER_HINT = "--param density=0.2"
 MOST_PERCENT = 100
 
-_RECIPE = "a recipe of mergekit follows --recipe"
+_RECIPE = "a recipe follows --recipe"
 RECIPE_HINT = "--recipe FILE"
 MISTAKEN = MappingProxyType(
     {
@@ -76,7 +76,7 @@ def as_options(values: Mapping[str, object], loose: list[str]) -> str:
     return f"give {' and '.join(told)}"
 
 
-RECIPES = {".yaml": _RECIPE, ".yml": _RECIPE}
+RECIPES = {".yaml": _RECIPE, ".yml": _RECIPE, ".mecha": _RECIPE}
 """File name endings of other programs' recipes, and the message for each."""
 # `REF:0.5` or `REF@0.5`: a ref has neither sign.
 _OTHER_SIGN = re.compile(r"([^:@]+)[:@](-?[0-9.]+)")
@@ -620,6 +620,7 @@ class Wanted:
             dtype=limits.dtype or found.dtype,
             rules=found.rules,
             layers=found.layers,
+            allow_missing=limits.allow_missing or found.allow_missing,
         )
 
 

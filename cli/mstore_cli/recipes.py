@@ -1,6 +1,6 @@
-"""`--recipe FILE`: a recipe of mergekit as the request of `plan` and `merge`.
+"""`--recipe FILE`: a recipe of mergekit or sd-mecha as the request of `plan` and `merge`.
 
-Owns where a recipe's models are: refs of the store, or directories, which are added first.  Does
+Owns where a recipe's models are: refs of the store, or paths, which are added first.  Does
 not own what a recipe means (`Store.read_recipe`).
 
 Also `--vocab`: base and experts of a merge with the same token in the same row of each.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
+from mstore.checkpoint.paths import SAFETENSORS_SUFFIX, is_safetensors, name_for
 from mstore_cli import completion
 from mstore_cli.errors import remarks, warn
 from mstore_cli.options import WHAT, Option
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from mstore import MergeRequest, Store
     from mstore.api.reports import AlignedModel, AlignReport
     from mstore.merge.moe.recipe import MoeRecipe
+    from mstore.merge.recipes.mecha import MechaRecipe
     from mstore.merge.recipes.recipe import Recipe, Text
     from mstore.terms.requests import RecipeRequest, Vocabulary
 
@@ -77,8 +79,8 @@ RecipeFile = Annotated[
     Option(
         "--recipe",
         metavar="FILE",
-        help="Merge as this recipe of mergekit (YAML) says, instead of --base, --expert, --method "
-        "and --param; - reads standard input.",
+        help="Merge as this recipe of mergekit (YAML) or sd-mecha (.mecha) says, instead of "
+        "--base, --expert, --method and --param; - reads standard input.",
         group=WHAT,
     ),
 ]
@@ -88,8 +90,8 @@ Strict = Annotated[
     bool,
     Option(
         "--strict",
-        help="Refuse what the recipe says and mergekit ignores, such as misspelt keys; else a "
-        "warning names each with its line.",
+        help="Refuse what the recipe says and mergekit ignores, such as misspelt keys, and what "
+        "mstore makes otherwise than sd-mecha; else a warning names each with its line.",
     ),
 ]
 
@@ -131,7 +133,7 @@ class RecipeText(msgspec.Struct, frozen=True):
             raise BadRequest("not a recipe: not a text file", where=where) from error
 
 
-def documents(recipe: RecipeText) -> dict[int, Recipe]:
+def documents(recipe: RecipeText) -> dict[int, Recipe | MechaRecipe]:
     """Return the recipes of a file by number, in an order to merge in.  Raises BadRequest."""
     from mstore.merge.planning.recipes import checked
 
@@ -155,6 +157,7 @@ def request_of_recipe(
     earlier: refs of the merges that it may need, by name.  Raises BadRequest, NotFound and
     whatever adding raises.
     """
+    from mstore.merge.recipes.mecha import MechaRecipe
     from mstore.merge.recipes.recipe import at
     from mstore.terms.errors import BadRequest
 
@@ -167,13 +170,13 @@ def request_of_recipe(
             models.require(one, but=names)
     revisions = models.found(every[document])
     found = _read(session, store, recipe, document, revisions, allow_nonfinite=allow_nonfinite)
-    if found.vocabulary is None:
+    own = every[document]
+    if found.vocabulary is None or isinstance(own, MechaRecipe):
         return found.request
     try:
         return aligned(session, store, found.request, found.vocabulary)
     except BadRequest as error:
-        tokenizer = every[document].tokenizer
-        for asked in () if tokenizer is None else tokenizer.tokens:
+        for asked in () if own.tokenizer is None else own.tokenizer.tokens:
             if error.where == f"tokens: {asked.token}":
                 place = at(recipe.where, asked.token.line)
                 what, _, hint = error.texts
@@ -264,11 +267,13 @@ class _Models:
         self._store = store
         self._recipe = recipe
 
-    def found(self, recipe: Recipe | MoeRecipe, *, loose: bool = False) -> dict[str, str]:
+    def found(
+        self, recipe: Recipe | MechaRecipe | MoeRecipe, *, loose: bool = False
+    ) -> dict[str, str]:
         """Return the revision of each model, by the recipe's name for it.
 
-        A name is a ref if there is one; `./name` is always a directory. loose: a model may have
-        other shapes than the base, and is then added without one.
+        A name is a ref if there is one, of FILE.safetensors too; `./name` is always a path. loose:
+        a model may have other shapes than the base, and is then added without one.
         """
         from mstore.terms.errors import Incompatible
 
@@ -282,7 +287,7 @@ class _Models:
                 revisions[model.text] = here
             else:
                 directories[model.text] = self._directory(here)
-            if model.text not in self._earlier and here != model.text:
+            if model.text not in self._earlier and model.text.startswith(f"{here}@"):
                 warn(self._ignored(model))
         base: str | None = None
         # Models whose layers are stacked may have fewer layers than the first.
@@ -301,8 +306,8 @@ class _Models:
             base = base or revisions[model.text]
         return revisions
 
-    def require(self, recipe: Recipe | MoeRecipe, *, but: Collection[str]) -> None:
-        """Raise NotFound for models that are neither refs nor directories, but for these.
+    def require(self, recipe: Recipe | MechaRecipe | MoeRecipe, *, but: Collection[str]) -> None:
+        """Raise NotFound for models that are neither refs nor paths, but for these.
 
         Raises BadRequest for revisions of the Hub, if what is ignored is refused.
         """
@@ -313,7 +318,7 @@ class _Models:
         if missing:
             raise self._not_found(missing)
         for one in models:
-            if self._recipe.strict and self._here(one.text) != one.text:
+            if self._recipe.strict and one.text.startswith(f"{self._here(one.text)}@"):
                 raise BadRequest(self._ignored(one))
 
     def types(self, recipe: MoeRecipe) -> set[str]:
@@ -338,7 +343,16 @@ class _Models:
         return found
 
     def _here(self, name: str) -> str:
-        """Return what a model is called here: NAME for NAME@REVISION, as in the Hub's names."""
+        """Return what a model is called here.
+
+        The ref of FILE.safetensors, wherever that was; NAME for NAME@REVISION, as in the Hub's
+        names.
+        """
+        from mstore.merge.recipes.mecha import ref_of
+
+        own = ref_of(name)
+        if own != name and not name.startswith("./") and self._is_ref(own):
+            return own
         own = name.partition("@")[0]
         return own if own and self._is_here(own) and not self._is_here(name) else name
 
@@ -349,7 +363,7 @@ class _Models:
         return f"{at(self._recipe.where, model.line)}: the revision of {model} {told}"
 
     def _is_here(self, name: str) -> bool:
-        return self._is_ref(name) or self._directory(name).is_dir()
+        return self._is_ref(name) or self._directory(name).exists()
 
     def _is_ref(self, name: str) -> bool:
         from mstore.store.models import snapshot_of
@@ -357,7 +371,10 @@ class _Models:
         return not name.startswith(_PATHS) and snapshot_of(name) in self._store
 
     def _directory(self, name: str) -> Path:
-        return self._recipe.folder / Path(name).expanduser()
+        """Return where a model is: a directory, or a file, whose name may lack its suffix."""
+        path = self._recipe.folder / Path(name).expanduser()
+        file = path.with_name(f"{path.name}{SAFETENSORS_SUFFIX}") if path.name else path
+        return file if file.is_file() and not path.exists() else path
 
     def _added(self, directory: Path, base: str | None) -> str:
         """Return the ref of a directory: one that holds it already, else a new one."""
@@ -394,29 +411,33 @@ class _Models:
                 hint="run the recipe that made it, or clone a store that has it",
             )
         is_path = first.text.startswith(_PATHS)
-        names = [one.text.partition("@")[0] for one in missing if not one.text.startswith(_PATHS)]
-        lines = [
+        files = [one.text for one in missing if is_safetensors(one.text)]
+        names = [
+            one.text.partition("@")[0]
+            for one in missing
+            if one.text not in files and not one.text.startswith(_PATHS)
+        ]
+        lines = [f"mstore add {shlex.quote(file)}" for file in files] + [
             f"mstore add {f'hf://{name}' if _OF_HUB.fullmatch(name) else 'DIRECTORY'} "
             f"--name {shlex.quote(name)}"
             for name in names
         ]
         return NotFound(
             f"no directory {first.text}"
-            if is_path
-            else f"{first.text} is neither a ref of this store nor a directory",
+            if is_path and first.text not in files
+            else f"{first.text} is neither a ref of this store nor a "
+            + ("file" if first.text in files else "directory"),
             where=at(self._recipe.where, first.line),
             hint="\n".join(lines) or "paths are relative to the recipe's folder",
         )
 
 
 def _name_of(directory: Path) -> str:
-    """Return a ref for a directory: its own name, with what a ref cannot have replaced."""
+    """Return a ref for a directory or file: its name, with what a ref cannot have replaced."""
     from mstore.store.refs import check_name
     from mstore.terms.errors import BadName
 
-    own = directory.resolve().name
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in own)
-    name = name.strip("-.") or "model"
+    name = name_for(directory.resolve())
     try:
         check_name(name)
     except BadName:

@@ -125,14 +125,15 @@ class Merging(Exchanging):
         document: int | None = None,
         strict: bool = False,
     ) -> RecipeRequest:
-        """Return the merge that a recipe of mergekit (YAML) asks for.
+        """Return the merge that a recipe asks for, of mergekit (YAML) or sd-mecha (.mecha).
 
         where: the name of its file, for errors, which name the line too.
-        models: revisions by the recipe's names of models; other names are revisions themselves.
+        models: revisions by the recipe's names of models; other names are revisions themselves,
+        and files (DIRECTORY/NAME.safetensors) the branches of their names.
         document: which one, from 0, where there are several in the text.  One may name the merge
         of another: give its revision in `models`.
-        strict: whether to refuse keys and parameters that mergekit ignores, such as misspelt ones;
-        else a remark names each with its line.
+        strict: whether to refuse keys and parameters that mergekit ignores, such as misspelt ones,
+        and what mstore makes otherwise than sd-mecha; else a warning names each with its line.
 
         The request may be changed before it is planned: `dataclasses.replace(found.request,
         budget="30%")`.

@@ -136,7 +136,7 @@ def merge(
     """Merge experts into a base, by a new plan or a stored one.
 
     An expert is a fine-tune of the base, or a LoRA adapter of it. Give --base, --expert and
-    --method, or a recipe of mergekit with --recipe, or --plan. A merge
+    --method, or a recipe with --recipe, or --plan. A merge
     never reads more from experts than its plan says. Models of a recipe are refs of the store, or
     directories, which are added first. Of several recipes in one file, that without a name is the
     result; each other is merged as REF.NAME.

@@ -87,7 +87,7 @@ def plan(
 ) -> None:
     """Choose what a merge reads, and print its cost and error.
 
-    Give the base, the experts and a method, or a recipe of mergekit with --recipe. The store keeps
+    Give the base, the experts and a method, or a recipe with --recipe. The store keeps
     the plan. If you may only read the store, use -o to write the plan to a file.
     The same request always gives the same plan. With --sweep, no plan is kept: each line describes
     the plan with that budget, and -q prints the bytes that each plan reads from experts.

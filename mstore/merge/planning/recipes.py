@@ -16,16 +16,19 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from mstore.merge.methods import registry
+from mstore.merge.planning import mecha
 from mstore.merge.planning.recipe_text import known_method
 from mstore.merge.planning.tensors import first_names
 from mstore.merge.recipes.layers import ModelLayers, layers_of
+from mstore.merge.recipes.mecha import MechaRecipe, parse_mecha, ref_of
+from mstore.merge.recipes.mecha_lines import is_mecha
 from mstore.merge.recipes.modular import check, resolve
 from mstore.merge.recipes.parse import parse
 from mstore.merge.recipes.prepared import APPLY, STACK, Applied, Needed, prepare
 from mstore.merge.recipes.recipe import Parts, Recipe, RecipeMethod, Text, at, base_of
 from mstore.merge.recipes.resolve import DTYPES
 from mstore.models.adapters.inputs import Inputs, ModelChoice
-from mstore.models.adapters.targets import is_adapter
+from mstore.models.adapters.targets import has_keys, is_adapter
 from mstore.numeric.codes import CODES
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, model_of, snapshot_of, tensors_of
@@ -78,6 +81,8 @@ def preparations(
     strict: bool,
 ) -> tuple[Preparation, ...]:
     """Return what a recipe needs first, in order; see `Store.prepare_recipe`."""
+    if is_mecha(text):
+        return ()
     recipe = chosen(parse(text, where, strict=strict), document)
     # Nothing is stored for a recipe that cannot be planned.
     _check(recipe)
@@ -95,6 +100,8 @@ def request_of(
     strict: bool,
 ) -> RecipeRequest:
     """Return the merge that a recipe asks for; see `Store.read_recipe`."""
+    if is_mecha(text):
+        return _of_mecha(catalog, parse_mecha(text, where, strict=strict), models)
     recipe = chosen(parse(text, where, strict=strict), document)
     method = _method(recipe)
     revisions = _revisions(recipe, models)
@@ -148,22 +155,45 @@ def request_of(
     return replace(found, remarks=(*found.remarks, *idle))
 
 
+def _of_mecha(catalog: Catalog, recipe: MechaRecipe, models: Mapping[str, str]) -> RecipeRequest:
+    named = recipe.named()
+    revisions = {one.text: models.get(one.text, ref_of(one.text)) for one in named}
+    found = {}
+    for one in named:
+        manifest = _manifest(catalog, one, revisions[one.text], recipe.where)
+        names = tensors_of(catalog, catalog.manifest(manifest))
+        is_lora = is_adapter(names) or has_keys(names)
+        if is_lora != (one.text in recipe.adapters):
+            told = ("a LoRA", "a model") if is_lora else ("a model", "a LoRA")
+            raise BadRequest(
+                f"{one} is {told[0]}, and by its model_config {told[1]}",
+                where=at(recipe.where, one.line),
+            )
+        if not is_lora:
+            found[one.text] = names
+    return mecha.request_of_mecha(recipe, revisions, found)
+
+
 def _revisions(recipe: Recipe, models: Mapping[str, str]) -> dict[str, str]:
     return {one.text: models.get(one.text, one.text) for one in recipe.named()}
 
 
-def checked(text: str, *, where: str, strict: bool) -> dict[int, Recipe]:
+def checked(text: str, *, where: str, strict: bool) -> dict[int, Recipe | MechaRecipe]:
     """Return the recipes of a file by number, checked as far as they can be without their models.
 
     Their order is one to merge in: one may name the merge of another by that one's name.  Raises
     BadRequest that names the line.
     """
+    if is_mecha(text):
+        only = parse_mecha(text, where, strict=strict)
+        mecha.check(only)
+        return {0: only}
     recipes = parse(text, where, strict=strict)
     # The name of one recipe alone means nothing.
     found = {0: recipes[0]} if len(recipes) == 1 else _in_order(recipes)
     for recipe in found.values():
         _check(recipe)
-    return found
+    return {**found}
 
 
 def _in_order(recipes: Sequence[Recipe]) -> dict[int, Recipe]:

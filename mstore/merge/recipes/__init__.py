@@ -1,1 +1,3 @@
-"""Recipes: merges as mergekit's YAML describes them, read into requests and written from plans."""
+"""Recipes: merges as mergekit's YAML and sd-mecha's files describe them, read into requests, and
+written from plans as mergekit's.
+"""
