@@ -16,6 +16,7 @@ import sd_mecha
 import torch
 from safetensors.torch import save_file
 from sd_mecha.extensions import model_configs
+from sd_mecha.extensions.builtin.merge_methods import linear
 from sd_mecha.extensions.builtin.model_configs.convert_sdxl_blocks import convert_sdxl_blocks_to_sgm
 
 from mstore import Store
@@ -25,7 +26,7 @@ CONFIG = "sdxl-sgm"
 NAMES = ("a", "b", "c", "d")
 STEPS = {"b": 1.0, "c": 1.0, "d": 0.0}
 """How far all elements of a model are from those of a, beside noise."""
-UNITS = 4.0
+UNITS = 60.0
 Recipe = Callable[..., Any]
 
 
@@ -49,6 +50,13 @@ RECIPES: dict[str, Recipe] = {
         a + sd_mecha.ties_sum(b - a, c - a, d - a, k=1.0, vote_sgn=True) * 0.5
     ),
     "model stock": lambda a, b, c, d: sd_mecha.n_model_stock(a, b, c),
+    "ties by count": lambda a, b, c, d: a + sd_mecha.ties_sum(b - a, c - a, d - a) * 0.5,
+    "tensor sum": lambda a, b, c, d: sd_mecha.tensor_sum(a, b, width=0.5, offset=0.25),
+    "clamp": lambda a, b, c, d: sd_mecha.clamp(a, b, c),
+    "perpendicular": lambda a, b, c, d: sd_mecha.add_perpendicular(a, b, c, alpha=0.5),
+    "train difference": lambda a, b, c, d: linear.add_difference(
+        a, b - c, sd_mecha.train_difference_mask(a, b, c, alpha=1.0)
+    ),
     "fallback": lambda a, b, c, d: sd_mecha.weighted_sum(a, b, alpha=0.5) | c,
 }
 

@@ -356,6 +356,39 @@ def test_methods_by_block_and_with_a_fallback(
         np.testing.assert_allclose(value, wanted, rtol=2e-6, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "method", "experts"),
+    [
+        (('merge "clamp" &0 &1 &2',), "clamp", ["b", "c"]),
+        (('merge "tensor_sum" &0 &1 0.25',), "tensor_sum", ["b"]),
+        (('merge "geometric_median" &0 &1 &2',), "geometric_median", ["a", "b", "c"]),
+        (
+            (
+                *('merge "subtract" &0 &2', 'merge "subtract" &1 &2'),
+                'merge "perpendicular_component" &3 &4',
+                'merge "add_difference" &0 &5 0.5',
+            ),
+            *("add_perpendicular", ["b", "c"]),
+        ),
+        (
+            (
+                *('merge "subtract" &1 &2', 'merge "train_difference_mask" &0 &1 &2 0.5'),
+                'merge "add_difference" &0 &3 &4',
+            ),
+            *("train_difference", ["b", "c"]),
+        ),
+    ],
+)
+def test_methods_and_their_models(
+    store: Store, nodes: tuple[str, ...], method: str, experts: list[str]
+) -> None:
+    """Which models are base and experts follows from how a method is told them."""
+    request = store.read_recipe(of(*nodes)).request
+    assert (request.base, request.method) == ("a", method)
+    assert [name for name, _ in request.weighted()] == experts
+    store.plan(request)
+
+
 LORA = """\
 version 0.1.0
 model "a.safetensors" model_config="sdxl-sgm" merge_space="weight"
@@ -463,10 +496,6 @@ ALL = "".join(f"&{n} " for n in range(900))
             "what slerp makes (line 5) is added to others",
         ),
         (of('merge "slerp" &0 &0 0.5'), "slerp has a model twice"),
-        (
-            of('merge "subtract" &1 &0', 'merge "subtract" &2 &1', 'merge "ties_sum" &3 &4 1.0'),
-            "line 7: ties is like ties_sum if vote_sgn is True",
-        ),
         (
             of(
                 *('merge "subtract" &1 &0', 'merge "subtract" &2 &1'),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import PureWindowsPath
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,7 @@ MAX_STEPS: Final = 20_000_000
 """The most products of weights that a recipe may need: values of nodes x models x kinds."""
 
 _ADDED: Final = "task_arithmetic"
+_MASK: Final = "train_difference_mask"
 _EXACT: Final = 1e-6
 _APART: Final = "merge that part by a recipe of its own, and name the result as a model in this one"
 _KEY: Final = "key"
@@ -250,6 +251,12 @@ _SUMS: Final[Mapping[str, _Weights]] = MappingProxyType(
 )
 
 
+_Inputs = Literal["models", "every", "deltas", "corner"]
+"""How a method's models are base and experts: the base first; all experts, the first the base, too;
+differences of experts to one base; differences of the base and of an expert to another expert.
+"""
+
+
 class _Parameter(NamedTuple):
     """A parameter of sd-mecha's: its default, and what it is here.
 
@@ -266,35 +273,67 @@ class _Parameter(NamedTuple):
 class _Method(NamedTuple):
     """A method of mstore's that sd-mecha has.
 
-    models: their names, the base first; None for differences, of experts and one base. most: of
-    how many experts it is the same, None for any number. own: parameters of mstore's that make it
-    the same. nearly: what differs, None for nothing.
+    models: their names, None for any number of them. inputs: how they are base and experts. most:
+    of how many experts it is the same, None for any number. own: parameters that make it the same.
+    nearly: what differs, None for nothing.
     """
 
     name: str
     models: tuple[str, ...] | None
+    inputs: _Inputs
     most: int | None
     parameters: Mapping[str, _Parameter]
     own: Mapping[str, Any] = MappingProxyType({})
     nearly: str | None = None
 
+    @property
+    def is_delta(self) -> bool:
+        """Whether it is of differences, and makes one."""
+        return self.inputs in ("deltas", "corner")
+
 
 _METHODS: Final[Mapping[str, _Method]] = MappingProxyType(
     {
         "slerp": _Method(
-            *("slerp", _PAIR, 1, {"alpha": _Parameter(0.5, "t")}),
+            *("slerp", _PAIR, "models", 1, {"alpha": _Parameter(0.5, "t")}),
             nearly="turns the models themselves; sd-mecha turns their directions, and interpolates "
             "their norms",
         ),
         "ties_sum": _Method(
-            *("ties", None, None),
+            *("ties", None, "deltas", None),
             {
                 "k": _Parameter(1.0, "density", nearly="sd-mecha keeps one element more of each"),
-                "vote_sgn": _Parameter(False, None, True),
+                "vote_sgn": _Parameter(False, "by_count", lambda given: not given),
             },
         ),
+        "tensor_sum": _Method(
+            *("tensor_sum", _PAIR, "models", 1),
+            {"width": _Parameter(0.5, "width"), "offset": _Parameter(0.0, "offset")},
+        ),
+        "clamp": _Method(
+            *("clamp", None, "models", None, {"stiffness": _Parameter(0.0, "stiffness")})
+        ),
+        "add_cosine_a": _Method(
+            *("add_cosine_a", _PAIR, "models", 1, {"alpha": _Parameter(1.0, "alpha")})
+        ),
+        "add_cosine_b": _Method(
+            *("add_cosine_b", _PAIR, "models", 1, {"alpha": _Parameter(1.0, "alpha")})
+        ),
+        "geometric_median": _Method(
+            *("geometric_median", None, "every", None),
+            {
+                "eps": _Parameter(1e-6, "eps"),
+                "maxiter": _Parameter(100, "max_iter"),
+                "ftol": _Parameter(1e-20, None, 1e-20),
+            },
+            nearly="goes on to the last step; sd-mecha stops where float32 sees no gain",
+        ),
+        "perpendicular_component": _Method("add_perpendicular", _PAIR, "corner", 2, {}),
+        "train_difference_mask": _Method(
+            *("train_difference", (*_PAIR, "c"), "models", 2, {"alpha": _Parameter(1.0, "alpha")})
+        ),
         "dropout": _Method(
-            *("dare_linear", None, 1),
+            *("dare_linear", None, "deltas", 1),
             {
                 "probability": _Parameter(0.9, "density", lambda given: 1.0 - given),
                 "rescale": _Parameter(1.0, "rescale", {0: False, 1: True}.__getitem__),
@@ -304,7 +343,7 @@ _METHODS: Final[Mapping[str, _Method]] = MappingProxyType(
             },
         ),
         "model_stock": _Method(
-            *("model_stock", None, 2, {"cos_eps": _Parameter(1e-6, None, 1e-6)}),
+            *("model_stock", None, "deltas", 2, {"cos_eps": _Parameter(1e-6, None, 1e-6)}),
             {"filter_wise": True},
         ),
     }
@@ -446,12 +485,28 @@ class _Evaluation:
     def _added(self, one: MechaLine) -> _Sum:
         row = _SUMS[one.title]
         models, told = one.bound(row.models, () if row.alpha is None else ("alpha",))
+        mask = self._mask(told.get("alpha"))
+        if mask is not None:
+            return self._masked(mask, self._sums(models))
         alpha = self._number(told.get("alpha", row.alpha or 0.0))
         weights = row.of(len(models), alpha)
         found = weighed(zip(self._sums(models), weights, strict=True))
         if not all(map(math.isfinite, found.values())):
             raise BadRequest("a weight is too large")
         return found
+
+    def _mask(self, written: Written) -> _Made | None:
+        """Return the number of an element that a method makes, where one stands for alpha."""
+        found = self._known(written)
+        made = next(iter(found), None) if isinstance(found, dict) and len(found) == 1 else None
+        return made if isinstance(made, _Made) and made.name == _MASK else None
+
+    def _masked(self, mask: _Made, models: Sequence[_Sum]) -> _Sum:
+        """Return the base and what a mask makes of the difference of the mask's own experts."""
+        *rest, delta = models
+        if _pair(delta, mask.name, is_delta=True) != mask.experts[::-1] or len(rest) != 1:
+            raise BadRequest(f"{mask.name} is of other models than what it weighs", hint=_APART)
+        return weighed([(rest[0], 1.0), ({msgspec.structs.replace(mask, delta=True): 1.0}, 1.0)])
 
     def _made(self, one: MechaLine) -> _Sum:
         row = _METHODS[one.title]
@@ -473,7 +528,7 @@ class _Evaluation:
             self._nearly(f"{row.name} {row.nearly}", one.line)
         base, experts = self._inputs(row, one.title, self._sums(given))
         made = _Made(
-            *(row.name, tuple(parameters.items()), base, experts, row.models is None),
+            *(row.name, tuple(parameters.items()), base, experts, row.is_delta),
             *(one.title, one.line),
         )
         return {made: 1.0}
@@ -487,13 +542,18 @@ class _Evaluation:
         self, row: _Method, name: str, models: Sequence[_Sum]
     ) -> tuple[str | None, tuple[str, ...]]:
         """Return base and experts of a method.  Raises BadRequest."""
-        pairs = [_pair(one, name, is_delta=row.models is None) for one in models]
+        pairs = [_pair(one, name, is_delta=row.is_delta) for one in models]
         experts = [expert for _, expert in pairs]
         bases = {base for base, _ in pairs if base is not None}
-        if row.models is not None:
+        if row.inputs == "models":
             bases = {experts.pop(0)}
+        elif row.inputs == "every":
+            return experts[0], tuple(experts)
         if len(bases) > 1:
             raise BadRequest(f"{name} of differences to several models: {few(sorted(bases))}")
+        if row.inputs == "corner":
+            # (base - second) and (first - second): what is made is a difference to that base.
+            bases, experts = {experts[0]}, [experts[1], *bases]
         if row.most is not None and len(experts) != row.most:
             raise BadRequest(
                 f"{row.name} is like {name} of {row.most}, and these are {len(experts)}"
