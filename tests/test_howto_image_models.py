@@ -32,6 +32,17 @@ def generator() -> Any:
     return found
 
 
+RECIPE = """\
+version 0.1.0
+model "/models/sdxl.safetensors" model_config="sdxl-sgm" merge_space="weight"
+model "/models/photo.safetensors" model_config="sdxl-sgm" merge_space="weight"
+dict key=0.3
+literal &2 model_config="singleton-mecha" merge_space="param"
+merge "convert_singleton" &3
+merge "weighted_sum" &0 &1 &4
+"""
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three checkpoints, what lies beside them, and a LoRA."""
@@ -45,6 +56,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if tune.name in ("photo", "anime"):
             file = place / "disk" / f"{tune.name}.safetensors"
             made.save(file, made.tuned(base, tune), title=tune.name)
+    (place / "mix.mecha").write_text(RECIPE)
     (place / "disk" / "photo.preview.png").write_bytes(b"\x89PNG")
     (place / "disk" / "photo.civitai.info").write_text("{}")
     made.save(place / "loras" / "detail.safetensors", made.lora(SMALLER, 4, 1))
@@ -76,7 +88,7 @@ def test_the_page(place: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     told = dict(one.split("\n", 1) for one in done.stdout.split(">>> ")[1:])
-    added = told["mstore add disk/*.safetensors"]
+    added = told["mstore add disk/*.safetensors --base sdxl"]
     assert len(re.findall(r"^added +(anime|photo|sdxl) ", added, re.MULTILINE)) == 3
     for name in ("mix", "half", "mbw", "portrait", "photo"):
         assert f"{name}.safetensors" in done.stdout.rpartition(">>>")[2]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
+from mstore.terms.phrases import few
 from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.options import Message, Option, Revision
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_percent, format_seconds, format_size
+from mstore_cli.sizes import counted, format_percent, format_seconds, format_size
 
 if TYPE_CHECKING:
     from mstore.api.reports import TruncatedTensor
@@ -98,8 +99,9 @@ def extract_lora(
         for remark in report.remarks:
             screen.line(f"remark: {screen.typed(remark)}")
         show_worst(screen, report.tensors)
-        for one in report.left_out:
-            screen.line(f"not in the adapter: {one}")
+        if report.left_out:
+            count = counted(len(report.left_out), "tensor")
+            screen.line(f"not in the adapter: {count}: {few(report.left_out, _SHOWN)}")
         screen.line()
         screen.command(
             "to apply it",

@@ -157,6 +157,10 @@ def extract(
             where=base[0],
         )
     work = _Work.of(ours, theirs, Tied.of(catalog, model, main))
+    keys = None
+    if format != PEFT:
+        keys = Keys(format, {tensor: record.shape for tensor, (_, record) in ours.items()})
+        work = work.of_keys(keys)
     if not (work.products or work.whole):
         more = f": only in {', '.join(work.left_out[:_NAMED])}" if work.left_out else ""
         raise BadRequest(
@@ -165,9 +169,6 @@ def extract(
             hint=work.cast_hint(base[0], expert[0]),
         )
     with Transaction(catalog, f"extract {name}") as transaction:
-        keys = None
-        if format != PEFT:
-            keys = Keys(format, {tensor: record.shape for tensor, (_, record) in ours.items()})
         run = _Extractor(catalog, transaction, rank, dtype, work, keys, progress)
         # What is not finite is refused by name.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -190,8 +191,8 @@ def extract(
         new_snapshot=is_new,
         rank=rank,
         products=len(work.products),
-        whole=len(work.whole) if keys is None else 0,
-        left_out=(*work.left_out, *(() if keys is None else (one for one, _, _ in work.whole))),
+        whole=len(work.whole),
+        left_out=work.left_out,
         relative_error=run.errors.relative(),
         tensors=run.errors.tensors(),
         remarks=_remarks(work, base[0], expert[0]),
@@ -251,6 +252,17 @@ class _Work(msgspec.Struct, frozen=True):
     """Whether one of the products changes a tied tensor."""
     untied: tuple[str, ...]
     """Those stored whole because only the base ties them."""
+
+    def of_keys(self, keys: Keys) -> _Work:
+        """Return the same for a file whose keys say all: of products with a name there."""
+        named = keys.named()
+        others = [one for one in self.products if one[0] not in named]
+        return msgspec.structs.replace(
+            self,
+            products=tuple(one for one in self.products if one[0] in named),
+            whole=(),
+            left_out=(*self.left_out, *(one for one, _, _ in (*others, *self.whole))),
+        )
 
     def cast_hint(self, base: str, expert: str) -> Phrase | None:
         """Return the hint for tensors that are left out for their types, None if there is none."""

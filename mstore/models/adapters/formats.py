@@ -93,6 +93,16 @@ class Keys:
         self._same = {"patch_embedding", *({"context_embedder"} if "txt_in" not in paths else ())}
         self._is_xl = any(path.startswith(("label_emb.", "add_embedding.")) for path in paths)
 
+    def named(self) -> set[str]:
+        """Return the tensors of the base that the format has a name for, at least for rows."""
+        return {
+            place.tensor
+            for (model, path), several in self._modules.items()
+            if self._is_own(model, path)
+            for places in several
+            for place in places
+        }
+
     def tensors(
         self, products: Mapping[str, LayerProduct], where: str
     ) -> dict[str, tuple[str, Singles]]:
