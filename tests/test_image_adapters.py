@@ -878,8 +878,14 @@ def test_what_no_format_has_a_name_for_is_named(store: Store, tmp_path: Path) ->
         store.add(tmp_path / f"{name}.safetensors", name=name)
     with pytest.raises(BadRequest, match="none of peft"):
         store.extract_lora("tuned", "base", name="x", rank=4, format="a1111")
-    with pytest.raises(Incompatible, match=r"has no name for first_stage_model"):
+    with pytest.raises(BadRequest, match=r"can state: only in first_stage_model"):
         store.extract_lora("tuned", "base", name="x", rank=4, format="kohya")
+    tuned[f"model.diffusion_model.{ATTENTION}.to_q.weight"] += 1
+    save_file(tuned, tmp_path / "both.safetensors")
+    store.add(tmp_path / "both.safetensors", name="both")
+    made = store.extract_lora("both", "base", name="x", rank=4, format="kohya")
+    assert made.left_out == ("first_stage_model.decoder.conv_in.weight",)
+    assert made.products == 1
     with pytest.raises(Incompatible, match="is no LoRA adapter"):
         store.convert_adapter("tuned", "base", name="x", format="kohya")
 
