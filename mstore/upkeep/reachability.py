@@ -253,6 +253,7 @@ class Reach:
         self.lost_bases: set[bytes] = set()
         self._whole: set[SnapshotId] = set()
         self._contents: set[ManifestId] = set()
+        self._planned: set[PlanId] = set()
         self._manifests: list[ManifestId] = []
         self._blocks: list[bytes] = []
         self._blocks_waiting = 0
@@ -384,6 +385,10 @@ class Reach:
             self._keep_inputs(PlanId(record.plan or b""))
 
     def _keep_inputs(self, id: PlanId) -> None:
+        # A plan is as long as a model has tensors, and each of them names it.
+        if id in self._planned:
+            return
+        self._planned.add(id)
         plan: Plan = self._load(Plan, id)
         for manifest in plan.manifest_ids():
             self._mark(Kind.MANIFEST, manifest)
