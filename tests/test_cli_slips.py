@@ -358,7 +358,7 @@ def test_a_file_that_may_not_be_read() -> None:
 def test_merge_help_names_recipes(shared: Program) -> None:
     """People who come with a recipe learn from the help how to run it."""
     told = shared.succeed("merge", "--help").out
-    assert "a recipe of mergekit with --recipe" in " ".join(told.split())
+    assert "recipe of mergekit (YAML) or sd-mecha" in " ".join(told.split())
 
 
 # -- help --------------------------------------------------------------------------------------

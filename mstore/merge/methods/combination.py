@@ -129,6 +129,13 @@ class Combination:
             own /= abs(operation.divisor)
         return tuple(abs(weight) * own for weight in operation.weights)
 
+    def linear_weights(self, operation: Operation) -> list[float] | None:
+        """Return the weight of each expert if this adds models up, the rest being the base's.
+
+        None if it is no such sum.
+        """
+        return None
+
     def keeps_base(self, operation: Operation) -> bool:
         """Return whether whole experts that are equal to the base make the base."""
         return self.normalizes(operation)

@@ -33,7 +33,7 @@ from mstore.merge.methods.combination import Combination
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import CostModel, scaled
 from mstore.merge.methods.parameters import Parameter, Scalar, Value
-from mstore.merge.methods.selection import Measured, Selection
+from mstore.merge.methods.selection import Delta, Measured, Selection, Whole
 from mstore.store.objects.plan import Mixture
 from mstore.terms.errors import BadRequest
 from mstore.terms.phrases import Option
@@ -42,11 +42,40 @@ if TYPE_CHECKING:
     from mstore.merge.measures.facts import TensorFacts
 
 
+_EXACT: Final = 1e-6
+"""How far from 1 the weights of whole models may add up: they are float32."""
+_OF_SUMS: Final = frozenset({"lambda", "normalize", "scale"})
+"""Parameters of weighted sums; another one changes what is added."""
+
+
 class Sum(Combination):
     """A sum with fixed factors."""
 
     kind = ADDITIVE
     model = CostModel
+
+    def linear_weights(self, operation: Operation) -> list[float] | None:
+        method, parameters = operation.method, operation.parameters
+        is_whole = method.select is Whole
+        is_all = type(self) is Sum and (is_whole or method.select is Delta)
+        if not is_all or not {*parameters} <= _OF_SUMS:
+            return None
+        weights = [float(weight) for weight in operation.given]
+        total = math.fsum(weights)
+        factor = _number(parameters, "scale") * _number(parameters, "lambda")
+        if parameters.get("normalize"):
+            if not total:
+                return None
+            factor /= total
+        elif is_whole and abs(total - 1) > _EXACT:
+            return None
+        return [weight * factor for weight in weights]
+
+
+def _number(parameters: Mapping[str, object], name: str) -> float:
+    value = parameters.get(name, 1.0)
+    assert isinstance(value, int | float)
+    return float(value)
 
 
 class Alone(Sum):

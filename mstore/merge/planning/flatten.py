@@ -14,9 +14,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mstore.merge.methods import registry
-from mstore.merge.methods.combinations import Sum
-from mstore.merge.methods.method import Operation
-from mstore.merge.methods.selection import Delta, Whole
 from mstore.merge.planning.request import Request, resolve
 from mstore.merge.recipes.sums import weighed
 from mstore.models.adapters.targets import has_keys, is_adapter
@@ -30,11 +27,6 @@ from mstore.terms.errors import BadRequest, Incompatible, MstoreError
 from mstore.terms.ids import ManifestId, PlanId, SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.requests import MergeRequest, TensorRule
-
-_EXACT = 1e-6
-"""How far from 1 the weights of whole models may add up: they are float32."""
-_OF_SUMS = {"lambda", "normalize", "scale"}
-"""Parameters of weighted sums; another one changes what is added."""
 
 
 class _Model(NamedTuple):
@@ -135,7 +127,7 @@ def _sums(
             found[tensor] = own, dtype
             continue
         operation, rule = asked.operation_of(tensor), asked.rule_of(tensor)
-        weights = linear_weights(operation)
+        weights = operation.method.combine.linear_weights(operation)
         if weights is None:
             raise _refused(
                 [*virtual], f"and {operation.method.name} needs the values of its models"
@@ -146,34 +138,6 @@ def _sums(
             (rule and rule.dtype) or asked.dtype or dtype,
         )
     return found
-
-
-def linear_weights(operation: Operation) -> list[float] | None:
-    """Return the weight of each expert if a merge adds models up, the rest being the base's.
-
-    None if it is no such sum.
-    """
-    method, parameters = operation.method, operation.parameters
-    is_whole = method.select is Whole
-    is_sum = type(method.combine) is Sum and (is_whole or method.select is Delta)
-    if not is_sum or not {*parameters} <= _OF_SUMS:
-        return None
-    weights = [float(weight) for weight in operation.given]
-    total = math.fsum(weights)
-    factor = _number(parameters, "scale") * _number(parameters, "lambda")
-    if parameters.get("normalize"):
-        if not total:
-            return None
-        factor /= total
-    elif is_whole and abs(total - 1) > _EXACT:
-        return None
-    return [weight * factor for weight in weights]
-
-
-def _number(parameters: Mapping[str, object], name: str) -> float:
-    value = parameters.get(name, 1.0)
-    assert isinstance(value, int | float)
-    return float(value)
 
 
 def _weighed(base: _Sum, experts: Sequence[_Sum], weights: Sequence[float]) -> _Sum:
@@ -228,7 +192,8 @@ def _virtual(catalog: Catalog, one: Input) -> _Virtual:
         if any({OMITTED, DROPPED} & {*states} for states in tensor.states):
             raise _refused([one], "whose plan leaves chunks out")
         if tensor.operation not in known:
-            weights = linear_weights(operations.of(tensor))
+            operation = operations.of(tensor)
+            weights = operation.method.combine.linear_weights(operation)
             if weights is None:
                 name = plan.operation_of(tensor).method
                 raise _refused([one], f"and {name} makes no weighted sum of its models")
