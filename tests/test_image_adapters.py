@@ -796,11 +796,11 @@ SPELLED = {
     ("sdxl", "kohya"): "lora_unet_output_blocks_5_2_conv.lora_up.weight",
     ("sdxl", "diffusers"): "unet.up_blocks.1.upsamplers.0.conv.lora_B.weight",
     ("sd 1 of diffusers", "kohya"): "lora_unet_up_blocks_0_upsamplers_0_conv.lora_down.weight",
-    ("sd 1 of diffusers", "diffusers"): "unet.up_blocks.0.upsamplers.0.conv.alpha",
+    ("sd 1 of diffusers", "diffusers"): "unet.up_blocks.0.upsamplers.0.conv.lora_A.weight",
     ("flux", "kohya"): "lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight",
     ("flux", "diffusers"): "transformer.transformer_blocks.0.attn.to_k.lora_A.weight",
     ("flux of diffusers", "kohya"): "lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight",
-    ("flux of diffusers", "diffusers"): "transformer.transformer_blocks.0.attn.to_v.alpha",
+    ("flux of diffusers", "diffusers"): "transformer.transformer_blocks.0.attn.to_v.lora_A.weight",
 }
 
 

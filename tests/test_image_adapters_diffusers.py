@@ -314,3 +314,34 @@ def test_peft_of_lycoris(store: Store, tmp_path: Path, kind: str, small: bool) -
         assert np.allclose(values, expected[name].numpy(), atol=1e-5), name
     before = load_file(tmp_path / "net.safetensors")["fc.weight"]
     assert not np.allclose(load_file(file)["fc.weight"], before)
+
+
+@pytest.mark.parametrize("kind", ["sd", "sdxl"])
+def test_diffusers_loads_what_is_extracted(store: Store, tmp_path: Path, kind: str) -> None:
+    """A LoRA of a fine-tune in diffusers' format, and one converted from kohya's with its alphas,
+    are files that diffusers takes, and fuses to the same.
+    """
+    rng = np.random.default_rng(6)
+    pipe = pipeline(kind)
+    pipe.save_pretrained(tmp_path / "pipe")
+    before = weights(pipe)
+    parts: dict[str, Array] = {}
+    for name in unet_layers(before)[:6]:
+        layer: Layer = lora(before[f"{name}.weight"].shape, rng)
+        key = kohya(name.partition(":")[2])
+        parts |= layer.named(key) | {f"{key}.alpha": np.asarray(2.0, np.float32)}
+    save_file(parts, tmp_path / "lora.safetensors")
+    wanted = ours(store, tmp_path / "pipe", tmp_path / "lora.safetensors")
+    store.convert_adapter("lora", "base", name="converted", format="diffusers")
+    store.extract_lora(
+        "baked:unet", "base:unet", name="extracted", rank=8, dtype="float32", format="diffusers"
+    )
+    for made in ("converted", "extracted"):
+        store.checkout(made, tmp_path / f"{made}.safetensors")
+        fresh = pipeline(kind)
+        fresh.load_lora_weights(tmp_path / f"{made}.safetensors")
+        fresh.fuse_lora(components=["unet"])
+        fresh.unload_lora_weights()
+        for name, values in weights(fresh).items():
+            if name in wanted:
+                assert np.allclose(wanted[name], values, rtol=1e-3, atol=1e-3), (made, name)

@@ -26,6 +26,8 @@ from mstore.terms.ids import ManifestId
 RECIPE: Final = "sd_merge_recipe"
 MODELS: Final = "sd_merge_models"
 MERGED_FROM: Final = "modelspec.merged_from"
+ARCHITECTURE: Final = "modelspec.architecture"
+SPEC: Final = "modelspec.sai_model_spec"
 _TITLE: Final = "modelspec.title"
 _MOST_BYTES: Final = 256 << 10
 """Of what is told about all ancestors; then it is only parents."""
@@ -53,7 +55,7 @@ def header_lineage(
     earlier: dict[str, Any] = {}
     names: list[str] = []
     for parent in parents:
-        name, metadata = _told(catalog, parent)
+        name, metadata = told_by(catalog, parent)
         names.append(name)
         direct[parent.content.hex()] = {
             "name": name,
@@ -68,8 +70,8 @@ def header_lineage(
     return told | ({MERGED_FROM: ", ".join(dict.fromkeys(names))} if len(names) > 1 else {})
 
 
-def _told(catalog: Catalog, parent: MadeOf) -> tuple[str, dict[str, str]]:
-    """Return what a parent is called, and the metadata of its file."""
+def told_by(catalog: Catalog, parent: MadeOf) -> tuple[str, dict[str, str]]:
+    """Return what a model is called, and the metadata of its file."""
     manifest = catalog.manifest(parent.content)
     named = models_in(catalog, manifest).named
     model = named.get(parent.model or "") or next(iter(named.values()), None)

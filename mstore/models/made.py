@@ -429,15 +429,15 @@ def put_array(transaction: Transaction, name: str, values: npt.NDArray[Any], dty
 
 
 def put_model(
-    catalog: Catalog,
     transaction: Transaction,
     path: str,
     tensors: Mapping[str, Tensor],
     texts: Mapping[str, bytes],
+    metadata: Mapping[str, str] = NEW,
 ) -> Manifest:
     """Store a model of one file of weights whose tensors were put; return what it consists of.
 
-    path: of the weights. texts: other files, by path.
+    path: of the weights. texts: other files, by path. metadata: of the header.
     """
     names = sorted(tensors)
     records = [tensors[name] for name in names]
@@ -446,7 +446,8 @@ def put_model(
         for name, record, id in zip(names, records, transaction.put_records(records), strict=True)
     ]
     slots = [Slot(name, tensors[name].dtype, tensors[name].shape) for name in names]
-    every = texts_of(catalog, Manifest(()), {path: slots}) | dict(texts)
+    header = header_bytes({METADATA_KEY: metadata, **_entries(slots)})
+    every = {path: header, **texts}
     return assembled((), every, [path], lambda _: parts, transaction.put_bytes)
 
 

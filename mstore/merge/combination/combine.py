@@ -342,10 +342,9 @@ class _Combiner:
         first = self._members[0]
         if first.weights is not None:
             put = self._transaction
-            return put_model(self._catalog, put, first.weights, tensors, {CARD: card.encode()})
+            return put_model(put, first.weights, tensors, {CARD: card.encode()})
         settings = {key: first.settings[key] for key in _KEPT if key in first.settings}
         return put_files(
-            self._catalog,
             self._transaction,
             tensors,
             {

@@ -230,7 +230,7 @@ def stored(
     with Transaction(catalog, "routers") as transaction:
         tensors = {name: put_array(transaction, name, one, dtype) for name, one in arrays.items()}
         texts = {MERGEKIT_MOE: recipe.encode()}
-        content = put_model(catalog, transaction, _WEIGHTS, tensors, texts)
+        content = put_model(transaction, _WEIGHTS, tensors, texts)
         branch = f"{PREPARED}routers-{content.id().hex()[:16]}"
         return published(
             catalog,

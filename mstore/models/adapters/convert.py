@@ -11,10 +11,12 @@ from typing import Final
 
 from mstore.models.adapters.extract import branch_for_adapter, put_factor, put_files, put_keys
 from mstore.models.adapters.formats import PEFT, Keys, LayerProduct, require_format
+from mstore.models.adapters.image import METADATA
 from mstore.models.adapters.inputs import Inputs
 from mstore.models.adapters.low_rank import Singles, load_factors
 from mstore.models.adapters.targets import PREFIX, factor_names, is_adapter
-from mstore.models.made import Publication
+from mstore.models.header_lineage import MadeOf, header_lineage, told_by
+from mstore.models.made import Publication, kept_metadata
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input, tensors_of
 from mstore.store.objects.manifest import Manifest
@@ -107,7 +109,12 @@ def convert(
         else:
             every = inputs.records(list(inputs.base.values()))
             shapes = {name: one.shape for name, one in zip(inputs.base, every, strict=True)}
-            manifest = files.of_keys(Keys(format, shapes), name, adapter.name)
+            source = MadeOf(ids[1], adapter.model)
+            _, told_before = told_by(catalog, source)
+            metadata = kept_metadata(told_before, [METADATA]) | header_lineage(
+                catalog, {"base": str(source), "format": format}, [source]
+            )
+            manifest = files.of_keys(Keys(format, shapes), name, adapter.name, metadata)
         publication = Publication(catalog, transaction)
         told = f"{adapter.name} in the format {format}"
         record, is_new = publication.put(
@@ -169,10 +176,10 @@ class _Files:
         }
         self.rank = max((len(one.right) for one in self._products.values()), default=0)
 
-    def of_keys(self, keys: Keys, name: str, where: str) -> Manifest:
-        """Store one file, called as the ref."""
+    def of_keys(self, keys: Keys, name: str, where: str, metadata: Mapping[str, str]) -> Manifest:
+        """Store one file, called as the ref; metadata: of its header."""
         found = keys.tensors(self._products, where)
-        return put_keys(self._catalog, self._transaction, found, self._dtype, name, where)
+        return put_keys(self._transaction, found, self._dtype, name, where, metadata)
 
     def of_peft(self, base: str, where: str) -> Manifest:
         """Store the file of PEFT and its config.  Layers are called as the base's tensors."""
@@ -204,4 +211,4 @@ class _Files:
             "use_dora": any(one.magnitude is not None for one in modules.values()),
             "target_modules": list(modules),
         }
-        return put_files(self._catalog, self._transaction, tensors, settings)
+        return put_files(self._transaction, tensors, settings)

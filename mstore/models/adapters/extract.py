@@ -24,7 +24,7 @@ from mstore import fs
 from mstore.checkpoint.declared import CARD
 from mstore.checkpoint.strict_json import json_bytes
 from mstore.models.adapters.config import CONFIG
-from mstore.models.adapters.formats import PEFT, Keys, LayerProduct, require_format
+from mstore.models.adapters.formats import KOHYA, PEFT, Keys, LayerProduct, require_format
 from mstore.models.adapters.targets import PREFIX, factor_names, is_adapter
 from mstore.models.adapters.truncation import (
     Errors,
@@ -33,12 +33,20 @@ from mstore.models.adapters.truncation import (
     squares_left,
     truncated,
 )
-from mstore.models.made import Publication, put_array, put_model
+from mstore.models.header_lineage import (
+    ARCHITECTURE,
+    MERGED_FROM,
+    SPEC,
+    MadeOf,
+    header_lineage,
+    told_by,
+)
+from mstore.models.made import NEW, Publication, put_array, put_model
 from mstore.models.optional import optional_differences
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
 from mstore.store.catalog import Catalog
-from mstore.store.models import config_of, models_in, tensors_of
+from mstore.store.models import config_of, model_of, models_in, tensors_of
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.shapes import (
     EMBEDDINGS,
@@ -168,8 +176,9 @@ def extract(
             where=expert[0],
             hint=work.cast_hint(base[0], expert[0]),
         )
+    metadata = _metadata(catalog, base, expert, rank, format)
     with Transaction(catalog, f"extract {name}") as transaction:
-        run = _Extractor(catalog, transaction, rank, dtype, work, keys, progress)
+        run = _Extractor(catalog, transaction, rank, dtype, work, keys, metadata, progress)
         # What is not finite is refused by name.
         with np.errstate(over="ignore", invalid="ignore"):
             manifest = run.manifest(base[0], name)
@@ -240,6 +249,30 @@ def _tensors(
     return {name: (id, record) for (name, id), record in zip(wanted.items(), records, strict=True)}
 
 
+def _metadata(
+    catalog: Catalog,
+    base: tuple[str, SnapshotId],
+    expert: tuple[str, SnapshotId],
+    rank: int,
+    format: str,
+) -> dict[str, str]:
+    """Return what the header of one file says: of what model it is, and what it was made of."""
+    source, less = (
+        MadeOf(catalog.snapshot(one[1]).manifest_id(), model_of(one[0])) for one in (expert, base)
+    )
+    how = {"base": str(less), "extracted": str(source), "rank": rank}
+    _, told = told_by(catalog, less)
+    found = header_lineage(catalog, how, [less, source])
+    del found[MERGED_FROM]
+    if ARCHITECTURE in told:
+        found |= {ARCHITECTURE: f"{told[ARCHITECTURE]}/lora", SPEC: told.get(SPEC, "1.0.0")}
+    if format == KOHYA:
+        # What its programs read of a file without looking at its tensors.
+        found |= {"ss_network_module": "networks.lora"}
+        found |= {"ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
+    return found
+
+
 class _Work(msgspec.Struct, frozen=True):
     """Tensors that differ, by what becomes of them: (name, the base's, the expert's)."""
 
@@ -252,16 +285,19 @@ class _Work(msgspec.Struct, frozen=True):
     """Whether one of the products changes a tied tensor."""
     untied: tuple[str, ...]
     """Those stored whole because only the base ties them."""
+    unnamed: tuple[tuple[str, Tensor, Tensor], ...] = ()
+    """Of those left out, what a format has no name for."""
 
     def of_keys(self, keys: Keys) -> _Work:
         """Return the same for a file whose keys say all: of products with a name there."""
         named = keys.named()
-        others = [one for one in self.products if one[0] not in named]
+        others = (*(one for one in self.products if one[0] not in named), *self.whole)
         return msgspec.structs.replace(
             self,
             products=tuple(one for one in self.products if one[0] in named),
             whole=(),
-            left_out=(*self.left_out, *(one for one, _, _ in (*others, *self.whole))),
+            left_out=(*self.left_out, *(one for one, _, _ in others)),
+            unnamed=others,
         )
 
     def cast_hint(self, base: str, expert: str) -> Phrase | None:
@@ -325,6 +361,7 @@ class _Extractor:
         dtype: str,
         work: _Work,
         keys: Keys | None,
+        metadata: Mapping[str, str],
         progress: ProgressCallback | None,
     ) -> None:
         self._catalog = catalog
@@ -333,7 +370,9 @@ class _Extractor:
         self._rank = rank
         self._dtype = dtype
         self._work = work
-        total = sum(other.nbytes for _, _, other in (*work.products, *work.whole)) or 1
+        self._metadata = metadata
+        every = (*work.products, *work.whole, *work.unnamed)
+        total = sum(other.nbytes for _, _, other in every) or 1
         self._counter = ProgressCounter("extract", total, progress)
         self._modules = {name.removesuffix(_WEIGHT) for name, _, _ in work.products}
         self._ranks: dict[str, int] = {}
@@ -346,7 +385,9 @@ class _Extractor:
         tensors: dict[str, Tensor] = {}
         for tensor, ours, theirs in self._work.products:
             if tensor.endswith(_FUSED):
-                raise Incompatible("PEFT has no name for it", where=tensor)
+                raise Incompatible(
+                    "PEFT has no name for it", where=tensor, hint=Option("format", KOHYA)
+                )
             module = tensor.removesuffix(_WEIGHT)
             left, right = self._factors(tensor, ours, theirs)
             is_embedding = _is_embedding(module)
@@ -364,7 +405,7 @@ class _Extractor:
             self.errors.add_whole(self._finite_squares(tensor, ours, theirs))
             tensors[self._whole_name(tensor)] = theirs
             self._tick(theirs)
-        return put_files(self._catalog, self._transaction, tensors, self._config(base))
+        return put_files(self._transaction, tensors, self._config(base))
 
     def _of_keys(self, keys: Keys, name: str) -> Manifest:
         """Store one file whose keys say all.  What is no product is not in it."""
@@ -373,13 +414,12 @@ class _Extractor:
             left, right = self._factors(tensor, ours, theirs)
             products[tensor] = LayerProduct(left, right.reshape(-1, *ours.shape[1:]), 1.0)
             self._tick(theirs)
-        for tensor, ours, theirs in self._work.whole:
+        for tensor, ours, theirs in self._work.unnamed:
             squares = self._finite_squares(tensor, ours, theirs)
             self.errors.add(tensor, squares, squares)
             self._tick(theirs)
-        return put_keys(
-            self._catalog, self._transaction, keys.tensors(products, name), self._dtype, name, name
-        )
+        found = keys.tensors(products, name)
+        return put_keys(self._transaction, found, self._dtype, name, name, self._metadata)
 
     def _finite_squares(self, name: str, ours: Tensor, theirs: Tensor) -> float:
         squares = self._squares(ours, theirs)
@@ -499,23 +539,24 @@ def put_factor(
 
 
 def put_keys(
-    catalog: Catalog,
     transaction: Transaction,
     found: Mapping[str, tuple[str, Singles]],
     dtype: str,
     name: str,
     where: str,
+    metadata: Mapping[str, str],
 ) -> Manifest:
     """Store an adapter without a config: one file, called as its ref.
 
-    found: what `Keys.tensors` returns. dtype: of factors; alphas are F32.
+    found: what `Keys.tensors` returns. dtype: of factors; alphas are F32. metadata: of the header,
+    beside its form.
     """
     tensors = {
         key: put_factor(transaction, key, values, "F32" if kind == "alpha" else dtype, where)
         for key, (kind, values) in found.items()
     }
     path = f"{name.rpartition('/')[2]}.safetensors"
-    return put_model(catalog, transaction, path, tensors, {})
+    return put_model(transaction, path, tensors, {}, {**NEW, **metadata})
 
 
 def branch_for_adapter(catalog: Catalog, name: str) -> Ref | None:
@@ -539,7 +580,6 @@ def branch_for_adapter(catalog: Catalog, name: str) -> Ref | None:
 
 
 def put_files(
-    catalog: Catalog,
     transaction: Transaction,
     tensors: Mapping[str, Tensor],
     settings: Mapping[str, object],
@@ -553,4 +593,4 @@ def put_files(
     texts = {CONFIG: json_bytes({**_SETTINGS, **settings})}
     if card is not None:
         texts[CARD] = card.encode()
-    return put_model(catalog, transaction, WEIGHTS, tensors, texts)
+    return put_model(transaction, WEIGHTS, tensors, texts)

@@ -127,8 +127,14 @@ class Keys:
                 product = _of_places(places, products)
                 rank = len(product.right)
                 found[key + down_end] = ("factor", product.right)
-                found[key + up_end] = ("factor", product.up)
-                found[f"{key}.alpha"] = ("alpha", np.asarray(product.scale * rank, np.float32))
+                up = product.up
+                if self._format == KOHYA:
+                    alpha = np.asarray(product.scale * rank, np.float32)
+                    found[f"{key}.alpha"] = ("alpha", alpha)
+                elif product.scale != 1:
+                    # diffusers takes no file with alphas: they are as large as the rank.
+                    up = np.float32(product.scale) * up
+                found[key + up_end] = ("factor", up)
                 if product.magnitude is not None:
                     ones = [1] * (product.right.ndim - 1)
                     shape = (-1, *ones) if self._format == KOHYA else (-1,)
@@ -144,7 +150,9 @@ class Keys:
     def _is_own(self, model: str, path: str) -> bool:
         """Return whether a format calls a module so."""
         if model != DENOISER:
-            return "text_model" in path or "text_projection" in path
+            is_layer = "text_model" in path or "text_projection" in path
+            # No program trains embeddings.
+            return is_layer and ".embeddings." not in path
         if path in self._same or (self._is_transformer and not self._has_authors):
             return True
         is_authors = _AUTHORS.match(path) is not None

@@ -107,7 +107,7 @@ def stored(
     tensors = {
         name: put_array(transaction, name, array, dtype) for name, (array, dtype) in arrays.items()
     }
-    content = put_model(catalog, transaction, _WEIGHTS, tensors, {})
+    content = put_model(transaction, _WEIGHTS, tensors, {})
     return published(
         catalog,
         transaction,
