@@ -340,7 +340,7 @@ def test_a_completed_header_says_what_only_this_store_knows(
     report = store.checkout("mixes/one", full, card=True)
     told, before = metadata_in(full), metadata_in(plain)
     assert {key: told[key] for key in before} == before
-    assert told["modelspec.title"] == "one"
+    assert told["modelspec.title"] == "full"
     assert told["mstore.snapshot"] == str(store.show("mixes/one").snapshot)
     raw = full.read_bytes()
     assert told["modelspec.hash_sha256"] == "0x" + hashlib.sha256(raw[_start(raw) :]).hexdigest()
@@ -349,6 +349,43 @@ def test_a_completed_header_says_what_only_this_store_knows(
     mine, theirs = load_file(full), load_file(plain)
     assert mine.keys() == theirs.keys()
     assert all(equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize("card", [False, True])
+def test_a_file_that_went_out_is_found(store: Store, tmp_path: Path, card: bool) -> None:
+    """Months later the published file, its hash, or its first ten digits name the snapshot."""
+    store.merge(store.plan(request(a=0.5)), name="mix")
+    store.checkout("mix", tmp_path / "My Mix v1.safetensors", card=card)
+    digest = digest_of(tmp_path / "My Mix v1.safetensors")
+    for asked in (digest, digest[:10], tmp_path / "My Mix v1.safetensors"):
+        [one] = store.find(asked)
+        assert (one.refs, one.path, one.sha256) == (("mix",), "My Mix v1.safetensors", digest)
+    if card:
+        assert metadata_in(tmp_path / "My Mix v1.safetensors")["modelspec.title"] == "My Mix v1"
+        [note] = store.notes_of("mix")
+        store.remove_notes("mix", [note.note])
+        [one] = store.find(tmp_path / "My Mix v1.safetensors")
+        assert one.refs == ("mix",)
+
+
+def test_only_an_author_with_a_name_is_published(disk: Path, tmp_path: Path) -> None:
+    """USER@HOST, which is the author where nobody said one, does not go out."""
+    for author, wanted in (("ada@lab", None), ("Ada <ada@example.org>", "Ada <ada@example.org>")):
+        place = tmp_path / str(wanted is None)
+        Store.init(place, block_size=BLOCK).close()
+        with Store.open(place, author=author) as store:
+            for name in NAMES:
+                store.add(disk / f"{name}.safetensors", name=name)
+            store.merge(store.plan(request(a=0.5)), name="mix")
+            store.checkout("mix", place.with_suffix(".safetensors"), card=True)
+        told = metadata_in(place.with_suffix(".safetensors"))
+        assert told.get("modelspec.author") == wanted
+
+
+def test_no_pickle_is_written(store: Store, tmp_path: Path) -> None:
+    """A path of a pickle is no directory to fill."""
+    with pytest.raises(BadRequest, match="safetensors"):
+        store.checkout("a", tmp_path / "a.ckpt")
 
 
 def test_what_its_author_wrote_stays(store: Store, disk: Path, tmp_path: Path) -> None:

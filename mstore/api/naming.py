@@ -17,7 +17,7 @@ from mstore.store import contents, refs
 from mstore.store.layout import for_a_full_disk
 from mstore.store.objects.note import VALUE
 from mstore.store.refs import Ref, refs_in
-from mstore.terms.errors import BadName, Conflict, StorageFailed
+from mstore.terms.errors import BadName, Conflict, NotFound, StorageFailed
 from mstore.terms.ids import NoteId, Revision, SnapshotId
 from mstore.terms.phrases import call, joined
 from mstore.terms.report import ProgressCounter, Report
@@ -324,7 +324,8 @@ class Naming(OpenStore):
         """Return the single-file models that have a SHA-256; those that refs point at come first.
 
         digest: 64 hexadecimal digits, or the first of them, eight or more: AutoV2 has ten. A Path
-        is a file, whose digest is computed first.
+        is a file, whose digest is computed first; if it is not known, the snapshot counts that its
+        header names.
 
         Only digests that are noted are known: those of what was added, and what `digests` told.
 
@@ -332,9 +333,18 @@ class Naming(OpenStore):
         """
         from mstore.snapshots import digests
 
-        if isinstance(digest, Path):
-            digest = digests.of_file(local_path(digest))
-        return tuple(digests.found(self._catalog, digest, lineage.names_of(self._catalog)))
+        names = lineage.names_of(self._catalog)
+        if not isinstance(digest, Path):
+            return tuple(digests.found(self._catalog, digest, names))
+        path = local_path(digest)
+        own = digests.of_file(path)
+        found = tuple(digests.found(self._catalog, own, names))
+        named = None if found else digests.named_in(path)
+        with suppress(NotFound, BadName):
+            if named is not None:
+                id = self._catalog.resolve(named)
+                return (digests.file_digest(id, path.name, own, names),)
+        return found
 
     def sign(
         self,

@@ -344,8 +344,8 @@ class Reading(OpenStore):
         reflink: whether the files share their space on the disk with the store, as XFS and btrfs
         can do where blocks lie raw (`pin`): `auto` where it can be done, `always` or fail, `never`.
         card: write README.md as `export` sends it, completed with what the store knows of the
-        model; all other files are the snapshot's. Of a single file its header is completed: title,
-        SHA-256 of its tensors, snapshot.
+        model; all other files are the snapshot's. Of a single file its header is completed: title
+        (the file's name), SHA-256 of its tensors, snapshot. `find` knows a file that went out so.
 
         Raises NotFound, BadRequest (the parent directory does not exist, or nothing lies so that it
         can be shared), BadCheckpoint (a path that cannot be created), Conflict (the directory is
@@ -355,22 +355,29 @@ class Reading(OpenStore):
         from mstore.exports.card import card as card_of
         from mstore.exports.card import completed_header
         from mstore.snapshots.checkout import checkout, parse_reflink
+        from mstore.snapshots.digests import note_file
 
         asked = self._whole(revision)
-        return checkout(
+        target = local_path(directory)
+        report = checkout(
             self._catalog,
             asked,
-            local_path(directory),
+            target,
             threads=thread_count(threads),
             shared=shared,
             only=only,
             weights=weights,
             reflink=parse_reflink(reflink),
             made=lambda view: card_of(self._catalog, view, asked) if card else {},
-            header=partial(completed_header, self._catalog, asked) if card else None,
+            header=partial(completed_header, self._catalog, asked.snapshot, target.stem)
+            if card
+            else None,
             progress=progress,
             computing=self._computing,
         )
+        if target.is_file():
+            note_file(self._catalog, asked.snapshot, target, anew=card)
+        return report
 
     def hold(self, snapshot: Snapshot | SnapshotId, *, sure: bool = False) -> leases.Hold:
         """Protect a snapshot's contents from garbage collection until the hold is released.

@@ -34,6 +34,7 @@ from mstore.models.adapters.config import named_base
 from mstore.models.made import NAME, WORD, start_of
 from mstore.snapshots import notes
 from mstore.snapshots.checkout import header_size
+from mstore.snapshots.digests import SNAPSHOT_KEY
 from mstore.snapshots.lineage import plan_of
 from mstore.store.catalog import Catalog
 from mstore.store.models import Input
@@ -68,6 +69,7 @@ _RELATIONS: Final[Mapping[str, str]] = {
     records.COMBINE: "adapter",
     records.ALIGN: "finetune",
 }
+_OF_MACHINE: Final = re.compile(r"\S+@\S+")
 _EIGHT_BITS: Final = ("F8", "I8", "U8", "F4", "F6")
 _MOST_ANCESTORS: Final = 1000
 
@@ -126,25 +128,27 @@ def card(catalog: Catalog, view: SnapshotView, asked: Input) -> dict[str, bytes]
 
 
 def completed_header(
-    catalog: Catalog, asked: Input, view: SnapshotView, path: str
+    catalog: Catalog, snapshot: SnapshotId, title: str, view: SnapshotView, path: str
 ) -> Callable[[str], bytes]:
     """Return what makes the header of a single file, from the SHA-256 of its tensors.
 
     Keys that it has stay; a title, the snapshot, and for what was made here its author, date and
-    digest are added, as Stability AI's model metadata names them.
+    digest are added, as Stability AI's model metadata names them. An author that is only the user
+    of a machine is nobody to publish.
     """
-    record = catalog.snapshot(asked.snapshot)
+    record = catalog.snapshot(snapshot)
     fields = json.loads(view.read(path, 0, header_size(view, path))[LENGTH_BYTES:])
     told = fields.get(METADATA_KEY) or {}
     when = datetime.fromtimestamp(record.time_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    made_here = {"date": when, "author": record.author} if record.made != records.ADD else {}
-    own = {"title": asked.model or asked.name.rpartition("/")[2], **made_here}
+    author = "" if _OF_MACHINE.fullmatch(record.author) else record.author
+    made_here = {"date": when, "author": author} if record.made != records.ADD else {}
+    own = {"title": title, **made_here}
     more = {f"modelspec.{key}": value for key, value in own.items() if value}
-    snapshot = {"mstore.snapshot": asked.snapshot.hex()}
+    origin = {SNAPSHOT_KEY: snapshot.hex()}
 
     def header(digest: str) -> bytes:
         digested = {"modelspec.hash_sha256": f"0x{digest}"} if made_here else {}
-        return header_bytes({**fields, METADATA_KEY: more | digested | told | snapshot})
+        return header_bytes({**fields, METADATA_KEY: more | digested | told | origin})
 
     return header
 

@@ -37,8 +37,14 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE, PackGone
 from mstore.blocks.reader import FSCK, ThreadBuffer
+from mstore.checkpoint.exclusion import PICKLE_SUFFIXES
 from mstore.checkpoint.models import is_weights
-from mstore.checkpoint.paths import check_case_twins, check_relative, is_safetensors
+from mstore.checkpoint.paths import (
+    SAFETENSORS_SUFFIX,
+    check_case_twins,
+    check_relative,
+    is_safetensors,
+)
 from mstore.store import contents
 from mstore.store.ahead import in_order, read_ahead
 from mstore.store.block_cache import BlockCache, Computing, Extent
@@ -127,6 +133,12 @@ def checkout(
     _check_paths(view)
     directory = directory.absolute()
     alone = None
+    if directory.suffix in PICKLE_SUFFIXES:
+        raise BadRequest(
+            "a model is written as safetensors, and not pickled",
+            where=str(directory),
+            hint=call("checkout", asked.name, str(directory.with_suffix(SAFETENSORS_SUFFIX))),
+        )
     if is_safetensors(directory.name) and not directory.is_dir():
         alone = _only_file(view, asked, chosen=bool(only) or not weights)
     if alone is None:

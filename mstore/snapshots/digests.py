@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from mstore import fs
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.checkpoint.header import read_header
 from mstore.snapshots import notes
 from mstore.snapshots.notes import (
     SHORT_DIGITS,
@@ -29,11 +31,13 @@ from mstore.store.models import models_in
 from mstore.store.objects.manifest import Manifest
 from mstore.store.objects.note import COUNTS, VALUE, Note, states
 from mstore.store.view import SnapshotView
-from mstore.terms.errors import BadName, NotFound
+from mstore.terms.errors import BadCheckpoint, BadName, NotFound, StorageFailed
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.report import Report
 
+SNAPSHOT_KEY: Final = "mstore.snapshot"
+"""Of the header of a file that was written with a card: the snapshot that it is."""
 _LEAST_DIGITS: Final = 8
 _DIGITS: Final = re.compile(rf"(0x)?([0-9a-f]{{{_LEAST_DIGITS},64}})", re.IGNORECASE)
 
@@ -95,6 +99,27 @@ def computed(view: SnapshotView, path: str, tick: Callable[[int], None]) -> str:
         digest.update(block)
         tick(len(block))
     return digest.hexdigest()
+
+
+def note_file(catalog: Catalog, snapshot: SnapshotId, path: Path, *, anew: bool) -> None:
+    """Note the digest of a file that was written of a snapshot, so that `found` knows it.
+
+    anew: its header is another than the stored one.  Whoever may not write notes nothing.
+    """
+    known = noted(catalog, snapshot)
+    if known and not anew:
+        return
+    digest = of_file(path)
+    if digest not in known.values():
+        with suppress(StorageFailed):
+            notes.write(catalog, snapshot, {digest_key(path.name): digest}, VALUE)
+
+
+def named_in(path: Path) -> str | None:
+    """Return the snapshot that the header of a file names, None if it names none."""
+    with suppress(BadCheckpoint, StorageFailed):
+        return read_header(path).metadata.get(SNAPSHOT_KEY)
+    return None
 
 
 def of_file(path: Path) -> str:

@@ -68,10 +68,9 @@ def init(
     that has the setgid bit (set it first: chgrp GROUP DIR; chmod g+s DIR), else your own group. The
     command prints which. To change the group later: chgrp -R GROUP STORE.
     """
-    if directory and session.named_store and directory.absolute() != session.named_store.absolute():
-        raise UsageError(
-            f"two stores named: {directory} and, by {session.named_by}, {session.named_store}"
-        )
+    given = session.given_store
+    if directory and given and directory.absolute() != given.absolute():
+        raise UsageError(f"two stores named: {directory} and, by --store, {given}")
     path = directory or session.named_store or Path(STORE_NAME)
     size = _block_size(block_size)
     from mstore import Store

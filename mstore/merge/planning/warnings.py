@@ -37,7 +37,7 @@ from mstore.store.objects.shapes import EMBEDDINGS
 from mstore.store.objects.snapshot import BASE
 from mstore.store.tied import own_head, sizes_of, ties_embeddings
 from mstore.terms.errors import Corrupt, Incompatible, NotFound
-from mstore.terms.ids import ManifestId
+from mstore.terms.ids import ManifestId, SnapshotId
 from mstore.terms.phrases import call, few, phrase
 from mstore.terms.report import Report
 
@@ -76,6 +76,7 @@ MOST_SUMMED: Final = 2.0
 MOST_WEIGHTED: Final = 1.0
 """An expert whose change times its factor is further than this, relative to the base's norm."""
 
+_MOST_BASES: Final = 1000
 _NAMED = 3
 _LAYERS_NAMED = 4
 # Tensors with numbers that are not finite are damaged weights, so more of them are named.
@@ -142,7 +143,10 @@ def stack_warnings(catalog: Catalog, plan: Plan) -> tuple[MergeWarning, ...]:
 def adapters_of_other_bases(
     catalog: Catalog, plan: Plan, sources: PlanInputs
 ) -> tuple[MergeWarning, ...]:
-    """Return a warning for each adapter that was added as one of another model than the base."""
+    """Return a warning for each adapter that was added as one of another model than the base.
+
+    A fine-tune or a merge of that model is no other one: LoRAs of an original go into its mixes.
+    """
     if is_adapter(tensors_of(catalog, catalog.manifest(plan.base_id()))):
         return ()
     found = []
@@ -151,12 +155,25 @@ def adapters_of_other_bases(
             continue
         bases = catalog.snapshot(source.snapshot_id()).of_role(BASE)
         contents = [catalog.snapshot(id).manifest_id() for id in bases]
-        if contents and plan.base_id() not in contents:
+        if contents and _descent(catalog, sources.base.snapshot_id()).isdisjoint(contents):
             names = {ref.snapshot_id(): name for name, ref in catalog.refs().items()}
             told = names.get(bases[0], bases[0].short)
             text = f"{source.name} was added as an adapter of {told}, not of {sources.base.name}"
             found.append(MergeWarning(OTHER_BASE, source.name, text))
     return tuple(found)
+
+
+def _descent(catalog: Catalog, snapshot: SnapshotId) -> set[ManifestId]:
+    """Return the contents that a model comes from, its own first, by the bases of each."""
+    found: dict[SnapshotId, ManifestId] = {}
+    waiting = [snapshot]
+    while waiting and len(found) < _MOST_BASES:
+        id = waiting.pop()
+        record = None if id in found else catalog.snapshot_if_there(id)
+        if record is not None:
+            found[id] = record.manifest_id()
+            waiting += record.of_role(BASE)
+    return set(found.values())
 
 
 def text_encoders_left_out(
