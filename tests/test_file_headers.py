@@ -180,6 +180,16 @@ def test_find_and_show_on_the_command_line(store: Store, disk: Path, tmp_path: P
     assert "AutoV2" in mstore.succeed("show", "mix", "--digest").out
 
 
+def test_prefixes_go_before_names_without_spaces(disk: Path, tmp_path: Path) -> None:
+    """With a prefix, too, what a ref cannot have becomes a hyphen."""
+    Store.init(tmp_path / "store").close()
+    other = tmp_path / "My model v1.safetensors"
+    other.write_bytes((disk / "a.safetensors").read_bytes())
+    Program(tmp_path / "store").succeed("add", other, "--name-prefix", "sdxl/")
+    with Store.open(tmp_path / "store") as store:
+        assert [one.name for one in store.refs()] == ["sdxl/My-model-v1"]
+
+
 # -- headers ---------------------------------------------------------------------------------------
 
 
@@ -271,6 +281,25 @@ def test_what_a_parent_says_is_bounded(
         store.merge(store.plan(request(a=0.5)), name="mix")
         store.checkout("mix", tmp_path / "mix.safetensors")
         assert len(str(metadata_in(tmp_path / "mix.safetensors"))) < 300_000
+
+
+def test_a_merge_has_no_preview_of_its_base(disk: Path, tmp_path: Path) -> None:
+    """What lies beside a file and is about it does not follow its tensors into a merge."""
+    place = tmp_path / "base"
+    place.mkdir()
+    (place / "x.safetensors").write_bytes((disk / "base.safetensors").read_bytes())
+    papers = ("x.preview.png", "x.civitai.info", "x.json")
+    others = ("x.yaml", "other.png")
+    for name in (*papers, *others):
+        (place / name).write_text("{}")
+    with Store.init(tmp_path / "store") as store:
+        store.add(place, name="base")
+        store.add(disk / "a.safetensors", name="a")
+        store.merge(store.plan(request(a=0.5)), name="mix")
+        files = {one.path for one in store["mix"].files()}
+        assert files.isdisjoint(papers)
+        assert files >= {"x.safetensors", *others}
+        assert {one.path for one in store["base"].files()} >= {*papers}
 
 
 def test_models_of_directories_have_cards_alone(disk: Path, tmp_path: Path) -> None:

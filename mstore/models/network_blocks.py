@@ -293,7 +293,9 @@ def _parsed(text: str) -> list[float] | dict[str, float]:
             number = math.nan
         if math.isnan(number) or (bool(equals) != ("=" in items[0])) or (equals and not name):
             raise BadRequest(
-                f"no weight of a block: {few([item])!r}",
+                f"no weight of a block, nor a name in your settings: {few([item])!r}"
+                if len(items) == 1 and not equals
+                else f"no weight of a block: {few([item])!r}",
                 where=Option("blocks"),
                 hint="one number for each block, with commas between; or by name: IN04=0.5,OUT*=0",
             )

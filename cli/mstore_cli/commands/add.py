@@ -320,7 +320,7 @@ def _named(
     if names and prefix is not None:
         raise UsageError("--name and --name-prefix exclude each other")
     if prefix is not None:
-        names = [f"{prefix}{_given_name(path)}" for path in found]
+        names = [f"{prefix}{name_for(Path(_given_name(path)))}" for path in found]
     elif not names and all(is_safetensors(path.name) for path in found):
         names = [name_for(path) for path in found]
     elif not names:

@@ -7,6 +7,7 @@ what people and programs are told about methods.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
@@ -19,7 +20,7 @@ from mstore.merge.methods.method import Method, Operation
 from mstore.merge.methods.parameters import Parameter
 from mstore.store.objects.plan import Plan, PlanOperation, PlanTensor
 from mstore.terms.errors import BadRequest, Unavailable, did_you_mean
-from mstore.terms.phrases import call, phrase
+from mstore.terms.phrases import Option, call, phrase
 from mstore.terms.report import Report
 
 if TYPE_CHECKING:
@@ -60,6 +61,15 @@ _SHOWN = 60
 """Characters of an unknown name in its error."""
 
 
+_OF_IMAGE_TOOLS: Final = {
+    "weighted_sum": "the base is A, and the expert B has the weight",
+    "add_difference": "the base is A, the expert B has the weight, C the same below zero",
+    "sum_twice": "the base is A; two merges, the first of them virtual",
+    "triple_sum": "the base is A, and the experts B and C have the weights",
+}
+"""What tools for image models call weighted sums, and how they are asked for."""
+
+
 def find(name: str) -> Method:
     """Return the method of this name.
 
@@ -74,7 +84,9 @@ def find(name: str) -> Method:
         return _load(others[name])
     known = (*METHODS, *sorted(others.keys() - METHODS.keys()))
     hint = did_you_mean(name.lower(), known)
-    if name in _OF_ADAPTERS or name.endswith("_svd"):
+    if (told := _OF_IMAGE_TOOLS.get(re.sub(r"[\s-]+", "_", name.lower()))) is not None:
+        hint = phrase("{merge}; {told}", merge=Option("method", "task_arithmetic"), told=told)
+    elif name in _OF_ADAPTERS or name.endswith("_svd"):
         hint = phrase("{combine} makes one adapter of several", combine=call("combine_adapters"))
     raise BadRequest(f"unknown method {name[:_SHOWN]!r}; methods: {', '.join(known)}", hint=hint)
 

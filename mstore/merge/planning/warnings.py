@@ -517,6 +517,8 @@ def senseless(
         found = [
             MergeWarning(SWAPPED, names[k], why)
             for k, why in swapped(catalog, base, manifests, names)
+            # What is subtracted may well be the origin: that is adding a difference.
+            if any(one.given[k] > 0 for one in operations)
         ]
     try:
         inputs = Inputs.of(catalog, plan)

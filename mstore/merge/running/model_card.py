@@ -33,6 +33,7 @@ from mstore.checkpoint.declared import (
     front_matter,
     values,
 )
+from mstore.checkpoint.paths import without_suffix
 from mstore.merge.methods.parameters import written
 from mstore.merge.planning.recipe_text import recipe_text
 from mstore.merge.planning.validate import is_base, is_retyped
@@ -52,6 +53,7 @@ from mstore.models.made import (
 )
 from mstore.store import contents
 from mstore.store.catalog import Catalog
+from mstore.store.models import models_in
 from mstore.store.objects.manifest import File, Manifest
 from mstore.store.objects.plan import BASE, DROPPED, MOE, OMITTED, READ, SHARED, Plan, PlanInput
 from mstore.terms.errors import BadRequest
@@ -61,6 +63,8 @@ LICENCES = "licenses"
 _RECIPES = (MERGEKIT, MERGEKIT_MOE)
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
+_PAPERS = (".png", ".jpg", ".jpeg", ".webp", ".civitai.info", ".json", ".txt", ".html", ".mp4")
+"""Of what lies beside a file; a config (.yaml) says how to read it."""
 NOT_NAMED = "not named by its card"
 TO_PUBLISH = """\
 Put the names of the models in place
@@ -149,11 +153,20 @@ class ModelCard:
         recipes = [one for one in _RECIPES if not _has_directory(base, one)]
         replaced |= {one.casefold() for one in recipes}
         new |= self.files_of_recipe()
+        replaced |= {path.casefold() for path in self._papers(base)}
         kept = [file for file in base.files if file.path.casefold() not in replaced]
         if not is_one_licence(self._stated):
             kept = [file for file in kept if not is_licence(file)]
             kept += self._licence_files()
         return tuple(kept), new
+
+    def _papers(self, base: Manifest) -> Iterator[str]:
+        """Yield what lies beside single files and is about them: previews, pages of a site."""
+        models = models_in(self._catalog, base).named.values()
+        stems = tuple(f"{without_suffix(one.files[0])}." for one in models if one.is_single_file)
+        for file in base.files:
+            if file.path.startswith(stems) and file.path.endswith(_PAPERS):
+                yield file.path
 
     def header_lineage(self) -> dict[str, str]:
         """Return what headers of single files say of the merge (`models.header_lineage`)."""
