@@ -559,6 +559,28 @@ def virtual(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
+def test_records_are_read_together_to_count_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a file takes at rest is told without a read for each tensor, virtual ones too."""
+    rows = np.arange(1, 1 + BLOCK // 8, dtype=np.float32)
+    arrays = {f"w{n}": rows + np.float32(n) for n in range(40)}
+    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as store:
+        for name, grown in (("base", 0), ("a", 1)):
+            moved = {key: rows * np.float32(1 + grown) for key, rows in arrays.items()}
+            families.write_checkpoint(tmp_path / name, moved)
+            store.add(tmp_path / name, name=name, base=None if name == "base" else "base")
+        request = MergeRequest(base="base", experts={"a": 0.5}, method="task_arithmetic")
+        store.merge(store.plan(request), name="m", virtual=True)
+    with Store.open(tmp_path / "store") as store:
+        views = [store.view(name) for name in ("a", "m")]
+        alone: list[object] = []
+        monkeypatch.setattr(store._catalog, "record_bytes", lambda *one: alone.append(one))
+        stored, computed = (view.stored_bytes("model.safetensors") for view in views)
+    assert not alone
+    assert computed < stored
+
+
 def test_a_stream_computes_ahead(virtual: Store) -> None:
     """A stream has a few groups under way and no more, begins each once, and ends with the real
     merge's bytes; one that is given up begins nothing else."""

@@ -18,7 +18,7 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location, Row, base_of, in_runs, stored_lengths
 from mstore.blocks.pack_store import HERE, Packs, Places
-from mstore.blocks.packs import Kind, Outdated, PackGone
+from mstore.blocks.packs import Outdated, PackGone
 from mstore.blocks.reader import (
     FSCK,
     RECORD_LIMIT,
@@ -432,22 +432,27 @@ class Payloads:
         return tensors
 
     def preload_tensors(self, ids: Sequence[TensorId]) -> None:
-        """Preload tensor records that will soon be requested; the request reports what is wrong."""
-        self._found_tensors([_TENSOR + id for id in ids])
+        """Preload what `content` will soon be asked for, which then reports what is wrong."""
+        found = self._found_tensors([_TENSOR + id for id in ids])
+        left = [_VIRTUAL + id for id in ids if _TENSOR + id not in found]
+        known = self._records.get_many(left)
+        self._read_together(VirtualTensor, [key for key in left if key not in known])
 
     def _found_tensors(self, keys: Sequence[Key]) -> dict[Key, Record]:
         """Return the records that are cached or can be read; `record` handles the others."""
         found = self._records.get_many(keys)
         missing = [key for key in dict.fromkeys(keys) if key not in found]
         if missing:
-            found |= self._read_tensors(missing)
+            found |= self._read_together(Tensor, missing)
         return found
 
-    def _read_tensors(self, keys: Sequence[Key]) -> dict[Key, Record]:
+    def _read_together(self, kind: type[Record], keys: Sequence[Key]) -> dict[Key, Record]:
         """Return the records that are where the index says and match their ids."""
+        if not keys:
+            return {}
         with self.index.env.read() as transaction:
             ids = [key[1:] for key in keys]
-            places = self.index.record_spans(transaction, Kind.TENSOR, ids)
+            places = self.index.record_spans(transaction, kind.kind, ids)
         news: list[tuple[Key, Record, int]] = []
         for run in _neighbours(places):
             pack, begin, *_ = run[0]
@@ -457,8 +462,8 @@ class Payloads:
                 for _, offset, stored, _, id in run:
                     one = bytes(data[offset - begin : offset - begin + stored])
                     with suppress(Corrupt):
-                        if TensorId.of(one) == id:
-                            news.append((_TENSOR + id, decode(Tensor, one, ""), stored))
+                        if kind.id_type.of(one) == id:
+                            news.append((bytes([kind.kind]) + id, decode(kind, one, ""), stored))
         self._records.put(news)
         return {key: record for key, record, _ in news}
 
@@ -484,7 +489,7 @@ class Payloads:
         The only place that distinguishes the two.  Raises NotFound, Corrupt.
         """
         # One in memory needs no look into the index, where it is no tensor.
-        known = self._records.get(bytes([VirtualTensor.kind]) + id)
+        known = self._records.get(_VIRTUAL + id)
         if isinstance(known, VirtualTensor):
             known.check(f"virtual tensor {id}")
             return known
@@ -573,6 +578,7 @@ def _neighbours(places: list[Span]) -> Iterator[list[Span]]:
 
 
 _TENSOR = bytes([Tensor.kind])
+_VIRTUAL = bytes([VirtualTensor.kind])
 _GAP = 4096
 """A gap between two records up to this size is read rather than skipped."""
 _TOGETHER = 1 << 20

@@ -6,7 +6,7 @@ A read is arithmetic over the manifest: offset -> part -> block. The bytes of bl
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -209,9 +209,9 @@ class SnapshotView:
         of virtual tensors take none. Raises NotFound and Corrupt.
         """
         blocks: set[bytes] = set()
-        for part in self._opened(path).file.parts:
-            if not part.nbytes:
-                continue
+        parts = [part for part in self._opened(path).file.parts if part.nbytes]
+        self._catalog.preload_tensors([part.tensor_id() for part in parts])
+        for part in parts:
             content = self._catalog.content(part.tensor_id())
             if isinstance(content, Tensor):
                 blocks.update(content.block_ids())
@@ -232,6 +232,9 @@ class SnapshotView:
         opened = self._opened(path)
         end = min(offset + size, opened.file.size)
         number = bisect_right(opened.starts, offset) - 1
+        crossed = opened.file.parts[number : bisect_left(opened.starts, end)]
+        if len(crossed) > 1:
+            self._catalog.preload_tensors([part.tensor_id() for part in crossed])
         while offset < end:
             start = opened.starts[number]
             stop = min(end, start + opened.file.parts[number].nbytes)
