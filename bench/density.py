@@ -266,8 +266,9 @@ def versions(peers: str | None) -> dict[str, str]:
     found = {}
     for name, command in asked.items():
         if shutil.which(command[0]):
-            done = subprocess.run(command, capture_output=True, check=True, text=True)
-            found[name] = done.stdout.strip().strip("*").strip()
+            done = subprocess.run(command, capture_output=True, check=False, text=True)
+            if done.returncode == 0:
+                found[name] = done.stdout.strip().strip("*").strip()
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import page_hub
+import page_image_disk
 import page_incremental
 import page_lazy
 import page_search
@@ -371,6 +372,29 @@ def _search(told: dict[str, Told]) -> Iterator[Row]:
     )
 
 
+def _image_disk(told: dict[str, Told]) -> Iterator[Row]:
+    found = told["image_disk"]
+    plain, most = found["plain_bytes"], page_image_disk.MOST_BYTES
+    models = f"{found['originals']} image models and {found['mixes']} mixes"
+    for way, words in (("added, base first", "added"), ("virtual", "mixes virtual")):
+        share = found["ways"][way]["stored_bytes"] / plain
+        ratio, aim = f"{share:.2f} of the bytes", f"{most:g} of the bytes"
+        work = f"bytes of {models}, {words}"
+        yield Row(work, "plain files", None, None, ratio, None, aim, met=share <= most)
+    share = found["ways"]["virtual"]["bytes_a_mix"] / found["wide"]["model_bytes"]
+    size = f"{found['wide']['model_bytes'] / 1e6:.0f} MB"
+    yield Row(
+        f"bytes of a virtual mix of image models of {size}",
+        "plain file",
+        None,
+        None,
+        f"{share:.4f} of the bytes",
+        None,
+        f"{page_image_disk.MOST_VIRTUAL:g} of the bytes",
+        met=share <= page_image_disk.MOST_VIRTUAL,
+    )
+
+
 MAKERS: tuple[tuple[str, Callable[[dict[str, Told]], Iterator[Row]]], ...] = (
     ("mergekit", _mergekit),
     ("limits", _dense),
@@ -385,4 +409,5 @@ MAKERS: tuple[tuple[str, Callable[[dict[str, Told]], Iterator[Row]]], ...] = (
     ("lazy", _lazy),
     ("hub", _hub),
     ("search", _search),
+    ("image_disk", _image_disk),
 )

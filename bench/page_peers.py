@@ -134,6 +134,27 @@ def _density(found: Told) -> Iterator[Row]:
             yield work, label, *sizes, f"{ours / theirs:.2f} of the size"
 
 
+def _image_disk(found: Told) -> Iterator[Row]:
+    sums = found["wide"]["sum"]
+    work = f"mix two image models of {found['wide']['model_bytes'] / 1e6:.0f} MB"
+    for name, label in (("sd-mecha", "sd-mecha"), ("plain", "a plain script")):
+        for way, words in (("merge", "stored"), ("virtual", "virtual")):
+            if name in sums:
+                yield _faster(f"{work}, {words}", label, sums[name]["wall"], sums[way]["wall"])
+    work = (
+        f"keep {found['originals']} image models and {found['mixes']} mixes,"
+        f" {found['plain_bytes'] / 1e9:.1f} GB"
+    )
+    for name, one in found["beside"].items():
+        if name not in KEEPERS:
+            continue
+        theirs = one["stored_bytes"]
+        for way, words in (("added, base first", "files"), ("virtual", "mixes virtual")):
+            mine = found["ways"][way]["stored_bytes"]
+            sizes = (f"{theirs / 1e9:.2f} GB", f"{mine / 1e9:.2f} GB")
+            yield f"{work}, {words}", KEEPERS[name], *sizes, f"{mine / theirs:.2f} of the size"
+
+
 def _remote(found: Told) -> Iterator[Row]:
     for work, one in found.get("rates", {}).get("works", {}).items():
         theirs, ours = (one[name]["wall"]["median"] for name in ("s5cmd", "mstore"))
@@ -157,6 +178,7 @@ MAKERS: tuple[tuple[str, Callable[[Told], Iterator[Row]]], ...] = (
     ("search", _search),
     ("lazy", _lazy),
     ("density", _density),
+    ("image_disk", _image_disk),
     ("remote", _remote),
     ("hub", _hub),
 )

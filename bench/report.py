@@ -23,6 +23,7 @@ import page_estimates
 import page_first
 import page_growth
 import page_hub
+import page_image_disk
 import page_incremental
 import page_large
 import page_lazy
@@ -84,6 +85,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "adapters": page_adapters.section,
     "moe": page_moe.section,
     "moe_quality": page_moe.quality,
+    "image_disk": page_image_disk.section,
     "draft": page_draft.section,
     "mounts": page_mounts.section,
     "paper": page_paper.section,
