@@ -6,7 +6,7 @@ A read is arithmetic over the manifest: offset -> part -> block. The bytes of bl
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -232,9 +232,6 @@ class SnapshotView:
         opened = self._opened(path)
         end = min(offset + size, opened.file.size)
         number = bisect_right(opened.starts, offset) - 1
-        crossed = opened.file.parts[number : bisect_left(opened.starts, end)]
-        if len(crossed) > 1:
-            self._catalog.preload_tensors([part.tensor_id() for part in crossed])
         while offset < end:
             start = opened.starts[number]
             stop = min(end, start + opened.file.parts[number].nbytes)
