@@ -97,5 +97,5 @@ def test_the_page(place: Path) -> None:
     with safe_open(place / "mix-v1.safetensors", "np") as opened:
         metadata = opened.metadata()
         assert len([*opened.keys()]) > 2000
-    assert metadata["modelspec.title"] == "mix"
+    assert metadata["modelspec.title"] == "mix-v1"
     assert "sd_merge_recipe" in metadata
