@@ -92,6 +92,9 @@ def init(
         screen.line(
             f"empty store at {document['path']}, blocks of {format_size(size)}", style="green"
         )
+        other = session.named_store
+        if other is not None and other.absolute() != Path(str(document["path"])).absolute():
+            screen.line(f"{session.named_by} names another store, which commands use: {other}")
         if document["group"] is None:
             return
         place = Path(str(document["path"])).absolute()
