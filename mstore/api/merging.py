@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.models.vocabulary.align import AlignReport
     from mstore.models.vocabulary.transplant import TransplantReport
+    from mstore.store.models import Input
     from mstore.terms.report import ProgressCallback
     from mstore.terms.requests import (
         Experts,
@@ -461,14 +462,21 @@ class Merging(Exchanging):
         from mstore.terms.requests import require_types
 
         require_types(request)
-        request = flattened(self._catalog, request)
-        experts = [self._input(revision) for revision, _ in request.weighted()]
+        inputs = self._inputs_of(request)
+        stored = flattened(self._catalog, request, inputs)
+        if stored is not request:
+            request, inputs = stored, self._inputs_of(stored)
+        base, *experts = map(self._mergeable, inputs)
         return resolve(
             request,
-            base=with_model(self._catalog, self._input(request.base), experts),
+            base=with_model(self._catalog, base, experts),
             experts=experts,
             companions={key: self._input(one) for key, one in request.companions.items()},
         )
+
+    def _inputs_of(self, request: MergeRequest) -> list[Input]:
+        """Return the base and the experts, which may be virtual."""
+        return [self._whole(one) for one in (request.base, *(r for r, _ in request.weighted()))]
 
     def _warnings(self, id: PlanId, plan: Plan, sources: PlanInputs) -> tuple[MergeWarning, ...]:
         """Return the warnings that need more than the plan."""

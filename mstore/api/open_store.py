@@ -385,7 +385,11 @@ class OpenStore:
 
         Raises as `_stored`, and Incompatible.
         """
-        found = self._stored(revision)
+        return self._mergeable(self._whole(revision))
+
+    def _mergeable(self, found: Input) -> Input:
+        """Return a snapshot as `_input` does, which was resolved.  Raises as it does."""
+        self._catalog.require_real(found.snapshot, found.name)
         manifest = self._catalog.manifest_of(found.snapshot)
         models_in(self._catalog, manifest).require_one_each(found.name)
         return found

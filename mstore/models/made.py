@@ -18,6 +18,7 @@ import math
 import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -106,6 +107,7 @@ def texts_of(
     returns the entries of headers of single-file models about what they were made of.
     """
     texts: dict[str, bytes] = {}
+    lineage = cache(lineage)
     models = models_in(catalog, before)
     # A title is that of all files of a model.
     own = filter(None, map(models.of_file, weights))

@@ -9,22 +9,22 @@ merges stores only its last (docs/design/060-merges-of-merges.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from mstore.merge.methods import registry
 from mstore.merge.planning.request import Request, resolve
 from mstore.merge.recipes.sums import weighed
-from mstore.models.adapters.targets import has_keys, is_adapter
+from mstore.models.adapters.targets import is_adapter
 from mstore.models.network_blocks import grouped
 from mstore.store.catalog import Catalog
-from mstore.store.models import Input, resolved, tensors_of
+from mstore.store.models import Input, tensors_of
 from mstore.store.objects.plan import DROPPED, OMITTED, Plan
 from mstore.store.objects.shapes import matching
 from mstore.store.plans import sources_of_merge
 from mstore.terms.errors import BadRequest, Incompatible, MstoreError
-from mstore.terms.ids import ManifestId, PlanId, SnapshotId
+from mstore.terms.ids import PlanId, SnapshotId
 from mstore.terms.phrases import call
 from mstore.terms.requests import MergeRequest, TensorRule
 
@@ -58,14 +58,12 @@ class _Virtual(NamedTuple):
         return next(iter(self.inputs))
 
 
-def flattened(catalog: Catalog, request: MergeRequest) -> MergeRequest:
+def flattened(catalog: Catalog, request: MergeRequest, inputs: Sequence[Input]) -> MergeRequest:
     """Return a merge of stored models that is the same; the request itself if all are stored.
 
-    Raises BadRequest if a virtual merge, or this one, is no weighted sum, and as `resolved` and
-    `resolve` do.
+    inputs: its base and experts.  Raises BadRequest if a virtual merge, or this one, is no weighted
+    sum, and as `resolve` does.
     """
-    named = [request.base, *(revision for revision, _ in request.weighted())]
-    inputs = [resolved(catalog, revision) for revision in named]
     virtual = {
         one: _virtual(catalog, one)
         for one in dict.fromkeys(inputs)
@@ -201,13 +199,9 @@ def _virtual(catalog: Catalog, one: Input) -> _Virtual:
         of[tensor.name] = known[tensor.operation]
     every = tensors_of(catalog, catalog.manifest(plan.base_id()))
     of = {name: of.get(name, base) for name in every}
-    adapters = any(_is_adapter(catalog, expert.manifest_id()) for expert in plan.experts)
+    contents = (catalog.manifest(expert.manifest_id()) for expert in plan.experts)
+    adapters = any(is_adapter(tensors_of(catalog, one)) for one in contents)
     return _Virtual(names, of, adapters, plan.dtype, plan.allow_missing)
-
-
-def _is_adapter(catalog: Catalog, content: ManifestId) -> bool:
-    names: Iterable[str] = tensors_of(catalog, catalog.manifest(content))
-    return is_adapter(names) or has_keys(names)
 
 
 def _name(catalog: Catalog, name: str, snapshot: SnapshotId) -> str:

@@ -76,7 +76,6 @@ MOST_SUMMED: Final = 2.0
 MOST_WEIGHTED: Final = 1.0
 """An expert whose change times its factor is further than this, relative to the base's norm."""
 
-_MOST_BASES: Final = 1000
 _NAMED = 3
 _LAYERS_NAMED = 4
 # Tensors with numbers that are not finite are damaged weights, so more of them are named.
@@ -165,15 +164,8 @@ def adapters_of_other_bases(
 
 def _descent(catalog: Catalog, snapshot: SnapshotId) -> set[ManifestId]:
     """Return the contents that a model comes from, its own first, by the bases of each."""
-    found: dict[SnapshotId, ManifestId] = {}
-    waiting = [snapshot]
-    while waiting and len(found) < _MOST_BASES:
-        id = waiting.pop()
-        record = None if id in found else catalog.snapshot_if_there(id)
-        if record is not None:
-            found[id] = record.manifest_id()
-            waiting += record.of_role(BASE)
-    return set(found.values())
+    line = catalog.nearest_first(snapshot, lambda record: record.of_role(BASE))
+    return {record.manifest_id() for _, record in line}
 
 
 def text_encoders_left_out(

@@ -30,7 +30,6 @@ from mstore.merge.running.compute import Computer
 from mstore.merge.running.delivery import Delivery, InStoreDelivery
 from mstore.merge.running.finished import FinishedChunks
 from mstore.merge.running.loading import SPARE_SIDES
-from mstore.merge.running.model_card import ModelCard
 from mstore.merge.running.output import OutputFiles, Records, is_safetensors, tensor_bytes
 from mstore.merge.running.runners import (
     Cutter,
@@ -188,7 +187,6 @@ def run_plan(
     tensors = {name: job.record() for name, job in jobs.items()}
     records = Records(catalog.block_size, sink, policy)
     manifest = files.manifest(
-        ModelCard(catalog, plan),
         sum([job.not_finite.new for job in jobs.values()]),
         record_of=lambda name, *_: tensors[name],
         put_records=records.put_records,

@@ -161,9 +161,11 @@ class ModelCard:
         return tuple(kept), new
 
     def _papers(self, base: Manifest) -> Iterator[str]:
-        """Yield what lies beside single files and is about them: previews, pages of a site."""
-        models = models_in(self._catalog, base).named.values()
-        stems = tuple(f"{without_suffix(one.files[0])}." for one in models if one.is_single_file)
+        """Yield what lies beside single files that are merged, and is about them: previews."""
+        own = self._plan.model
+        models = models_in(self._catalog, base).named
+        merged = [one for one in models.values() if own in (None, one.name) and one.is_single_file]
+        stems = tuple(f"{without_suffix(one.files[0])}." for one in merged)
         for file in base.files:
             if file.path.startswith(stems) and file.path.endswith(_PAPERS):
                 yield file.path
@@ -185,7 +187,7 @@ class ModelCard:
                 {"role": one.role, "of": one.of, "model": str(_made_of(one))}
                 for one in plan.companions
             ]
-        recipe = self.recipe() if len(plan.operations) > 1 or plan.layers else None
+        recipe = self.recipe if len(plan.operations) > 1 or plan.layers else None
         how |= {} if recipe is None else {"recipe": recipe}
         models = (plan.inputs[0], *plan.experts)
         return header_lineage(self._catalog, how, map(_made_of, models))
@@ -194,9 +196,10 @@ class ModelCard:
         """Return the file with the recipe, or nothing if no recipe can state the plan."""
         base = self._catalog.manifest(self._plan.base_id())
         path = MERGEKIT_MOE if self._plan.is_mixture else MERGEKIT
-        recipe = None if _has_directory(base, path) else self.recipe()
+        recipe = None if _has_directory(base, path) else self.recipe
         return {} if recipe is None else {path: recipe.encode()}
 
+    @cached_property
     def recipe(self) -> str | None:
         """Return the text of the recipe, None if no recipe can state the plan."""
         try:

@@ -42,6 +42,7 @@ class OutputFiles:
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
         self._tasks = tasks
+        self._card = ModelCard(catalog, tasks.plan)
         self._dtype = tasks.plan.dtype
         self._own_dtypes = {one.name: one.dtype for one in tasks.plan.tensors if one.dtype}
         whole = catalog.manifest(tasks.plan.base_id())
@@ -121,7 +122,6 @@ class OutputFiles:
 
     def manifest(
         self,
-        card: ModelCard,
         not_finite: int,
         *,
         record_of: Callable[[str, File, Part | Slot], Tensor | VirtualTensor],
@@ -147,7 +147,7 @@ class OutputFiles:
                 )
                 for one, record in zip(ours, records, strict=True)
             ]
-        before, texts = card.files(not_finite)
+        before, texts = self._card.files(not_finite)
         return assembled(before, texts | self.texts, weights, weights.__getitem__, put_bytes)
 
     def _record(
@@ -170,7 +170,7 @@ class OutputFiles:
             for file in filter(is_safetensors, self.base.files)
             if self._changes(file)
         }
-        lineage = ModelCard(self._catalog, self._tasks.plan).header_lineage
+        lineage = self._card.header_lineage
         texts = texts_of(self._catalog, self.base, weights, lineage=lineage)
         config = self.base.file(CONFIG)
         changed = None if config is None or config.form != OPAQUE else self._config(config)

@@ -14,7 +14,6 @@ from mstore.blocks.schema import NamedSnapshot, PlanInputs
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import Merged, Published, is_merge_of, parents_of, run_merge
 from mstore.merge.running.delivery import Delivery
-from mstore.merge.running.model_card import ModelCard
 from mstore.merge.running.output import OutputFiles
 from mstore.merge.running.runners import WorkerReport, Workers
 from mstore.merge.running.task import Tasks
@@ -135,7 +134,6 @@ class _Output:
     def manifest(self) -> Manifest:
         """Return the manifest: the base's tensors and files, virtual tensors for merged ones."""
         made = self._layout.manifest(
-            ModelCard(self._catalog, self._plan),
             0,
             record_of=self._record,
             put_records=self._transaction.put_records,
