@@ -172,6 +172,7 @@ def test_find_and_show_on_the_command_line(store: Store, disk: Path, tmp_path: P
     digest = digest_of(disk / "a.safetensors")
     assert mstore.succeed("find", digest[:10], "--json").document["found"][0]["refs"] == ["a"]
     assert f"{digest} (AutoV2 {digest[:10]}) a.safetensors" in mstore.succeed("show", "a").out
+    assert mstore.succeed("find", f"0x{digest}", "-q").lines
     assert mstore.succeed("find", disk / "a.safetensors", "-q").lines
     missing = mstore("find", "0123456789")
     assert missing.status == 1
@@ -302,6 +303,17 @@ def test_a_merge_has_no_preview_of_its_base(disk: Path, tmp_path: Path) -> None:
         assert {one.path for one in store["base"].files()} >= {*papers}
 
 
+def test_models_that_are_not_merged_keep_their_previews(disk: Path, tmp_path: Path) -> None:
+    """Of a folder of models, the papers of those that stay are true."""
+    with Store.init(tmp_path / "store") as store:
+        store.add(disk, name="all")
+        one = MergeRequest(base="all:base", experts={"all:a": 0.5}, method="task_arithmetic")
+        store.merge(store.plan(one), name="mix")
+        files = {each.path for each in store["mix"].files()}
+        assert "base.preview.png" not in files
+        assert files >= {"a.preview.png", "b.preview.png"}
+
+
 def test_models_of_directories_have_cards_alone(disk: Path, tmp_path: Path) -> None:
     """Shards of a model that is a directory are not copied alone: their headers have no recipe."""
     with Store.init(tmp_path / "store") as store:
@@ -394,6 +406,15 @@ def test_a_file_that_went_out_is_found(store: Store, tmp_path: Path, card: bool)
         [note] = store.notes_of("mix")
         store.remove_notes("mix", [note.note])
         [one] = store.find(tmp_path / "My Mix v1.safetensors")
+        assert one.refs == ("mix",)
+
+
+def test_both_files_that_went_out_are_found(store: Store, tmp_path: Path) -> None:
+    """One with a card does not hide the one without, which goes out later."""
+    store.merge(store.plan(request(a=0.5)), name="mix")
+    for name, card in (("full", True), ("plain", False)):
+        store.checkout("mix", tmp_path / f"{name}.safetensors", card=card)
+        [one] = store.find(digest_of(tmp_path / f"{name}.safetensors"))
         assert one.refs == ("mix",)
 
 

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from mstore.api.open_store import OpenStore, local_path
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.snapshots import lineage, notes
-from mstore.store import contents, refs
+from mstore.store import refs
 from mstore.store.layout import for_a_full_disk
-from mstore.store.objects.note import VALUE
 from mstore.store.refs import Ref, refs_in
-from mstore.terms.errors import BadName, Conflict, NotFound, StorageFailed
+from mstore.terms.errors import BadName, Conflict, NotFound
 from mstore.terms.ids import NoteId, Revision, SnapshotId
 from mstore.terms.phrases import call, joined
-from mstore.terms.report import ProgressCounter, Report
+from mstore.terms.report import Report
 
 if TYPE_CHECKING:
     from mstore.snapshots.digests import FileDigest
@@ -297,28 +296,11 @@ class Naming(OpenStore):
         Raises NotFound, BadName, Corrupt, StorageFailed.
         """
         from mstore.snapshots import digests
-        from mstore.store.block_cache import BlockCache
-        from mstore.store.view import SnapshotView
 
-        catalog = self._catalog
-        id = catalog.resolve(revision)
-        known = digests.noted(catalog, id)
-        paths = digests.paths_of(catalog, catalog.manifest_of(id))
-        missing = [path for path in paths if path not in known]
-        if missing:
-            with contents.held(catalog, [id]):
-                view = SnapshotView(catalog, id, BlockCache(catalog, computing=self._computing))
-                tick = ProgressCounter(
-                    "digest", sum(map(view.files.__getitem__, missing)), progress
-                )
-                new = {path: digests.computed(view, path, tick) for path in missing}
-            # Who may only read is told it all the same.
-            with suppress(StorageFailed):
-                told = {notes.digest_key(path): digest for path, digest in new.items()}
-                notes.write(catalog, id, told, VALUE)
-            known |= new
-        names = lineage.names_of(catalog)
-        return tuple(digests.file_digest(id, path, known[path], names) for path in paths)
+        id = self._catalog.resolve(revision)
+        found = digests.completed(self._catalog, id, self._computing, progress)
+        names = lineage.names_of(self._catalog)
+        return tuple(digests.file_digest(id, path, one, names) for path, one in found.items())
 
     def find(self, digest: str | Path) -> tuple[FileDigest, ...]:
         """Return the single-file models that have a SHA-256; those that refs point at come first.

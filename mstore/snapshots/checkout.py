@@ -28,7 +28,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -109,15 +109,14 @@ def checkout(
     weights: bool = True,
     reflink: Reflink = Reflink.AUTO,
     made: Callable[[SnapshotView], Mapping[str, bytes]] = lambda view: {},
-    header: Callable[[SnapshotView, str], Callable[[str], bytes]] | None = None,
+    header: Callable[[SnapshotView, str], MakeHeader] | None = None,
     progress: ProgressCallback | None = None,
     computing: Callable[[], Computing] | None = None,
 ) -> CheckoutReport:
     """Write every file of a snapshot or model below `directory`, which must be missing or empty.
 
     A path that ends in .safetensors is a file instead: a single-file model, or any model that has
-    one file of weights, under this name. header: makes such a file's header from the SHA-256 of its
-    tensors, in hexadecimal digits; it has one length for all of them.
+    one file of weights, under this name. header: returns what makes such a file's header.
 
     Holds the snapshot meanwhile. `computing` returns what computes blocks of a virtual snapshot.
     shared: allow a parent directory in which others can rename. only: write the files whose paths
@@ -132,67 +131,109 @@ def checkout(
     view = SnapshotView(catalog, asked.snapshot, cache, model=asked.model)
     _check_paths(view)
     directory = directory.absolute()
-    alone = None
-    if directory.suffix in PICKLE_SUFFIXES:
+    is_directory = directory.is_dir()
+    if directory.suffix in PICKLE_SUFFIXES and not is_directory:
         raise BadRequest(
             "a model is written as safetensors, and not pickled",
             where=str(directory),
             hint=call("checkout", asked.name, str(directory.with_suffix(SAFETENSORS_SUFFIX))),
         )
-    if is_safetensors(directory.name) and not directory.is_dir():
-        alone = _only_file(view, asked, chosen=bool(only) or not weights)
-    if alone is None:
-        fs.require_empty(directory)
-    elif os.path.lexists(directory):
-        raise Conflict("exists", where=str(directory), hint="choose another name")
-    if not directory.parent.is_dir():
-        raise BadRequest(
-            "the directory above it does not exist",
-            where=str(directory),
-            hint=f"mkdir -p {directory.parent}",
-        )
-    new: Mapping[str, bytes] = {}
-    heads: dict[str, Callable[[str], bytes]] = {}
-    with contents.held(catalog, [view.id]):
-        if alone is None:
-            new = made(view)
-        elif header is not None:
-            heads[alone] = header(view, alone)
-    if alone is None:
-        files = {**view.files, **{path: len(data) for path, data in new.items()}}
-        files = _chosen(files, view, only)
+    if is_safetensors(directory.name) and not is_directory:
+        chosen = bool(only) or not weights
+        target = _one_file(catalog, view, asked, directory, header, chosen=chosen)
     else:
-        files = {alone: view.files[alone]}
-        for path, head in heads.items():
-            files[path] += len(head(EMPTY_DIGEST)) - header_size(view, path)
-    if not weights:
-        files = {path: size for path, size in files.items() if not is_weights(path)}
-    new = {path: data for path, data in new.items() if path in files}
-    total = sum(files.values())
-    stored = {path: size for path, size in files.items() if path not in new}
+        target = _whole_tree(catalog, view, directory, made, only, weights=weights)
+    total = sum(target.files.values())
+    stored = {path: size for path, size in target.files.items() if path not in target.made}
     reflinks = Reflinks(catalog, reflink, directory)
     reflinks.require_any(view, list(stored), view.id.short)
     tree = fs.NewTree(directory, shared=shared)
     try:
         with contents.held(catalog, [view.id]):
-            _Checkout(catalog, view, stored, tree, reflinks, heads).run(threads, total, progress)
-        for path, data in new.items():
+            work = _Checkout(catalog, view, stored, tree, reflinks, target.headers)
+            work.run(threads, total, progress)
+        for path, data in target.made.items():
             _write(tree, path, data)
-        if alone is None:
-            tree.publish()
-        else:
-            tree.publish_file(alone)
+        target.publish(tree)
     except BaseException:
         tree.abandon()
         raise
     return CheckoutReport(
         snapshot=view.id,
         directory=str(directory),
-        files=len(files),
+        files=len(target.files),
         bytes_written=total,
         bytes_shared=reflinks.shared_bytes,
         seconds=time.monotonic() - began,
     )
+
+
+MakeHeader = Callable[[str], bytes]
+"""Makes the header of a file from the SHA-256 of its tensors, in hexadecimal digits; it has one
+length for all of them."""
+
+
+class _Target(NamedTuple):
+    """What a checkout writes, and how it appears.
+
+    files: sizes by path. made: contents of files that are not the snapshot's. headers: of files
+    whose header is another than the stored one.
+    """
+
+    files: Mapping[str, int]
+    made: Mapping[str, bytes]
+    headers: Mapping[str, MakeHeader]
+    publish: Callable[[fs.NewTree], None]
+
+
+def _whole_tree(
+    catalog: Catalog,
+    view: SnapshotView,
+    directory: Path,
+    made: Callable[[SnapshotView], Mapping[str, bytes]],
+    only: Sequence[str],
+    *,
+    weights: bool,
+) -> _Target:
+    fs.require_empty(directory)
+    _require_parent(directory)
+    with contents.held(catalog, [view.id]):
+        new = made(view)
+    files = _chosen({**view.files, **{path: len(data) for path, data in new.items()}}, view, only)
+    if not weights:
+        files = {path: size for path, size in files.items() if not is_weights(path)}
+    new = {path: data for path, data in new.items() if path in files}
+    return _Target(files, new, {}, fs.NewTree.publish)
+
+
+def _one_file(
+    catalog: Catalog,
+    view: SnapshotView,
+    asked: Input,
+    target: Path,
+    header: Callable[[SnapshotView, str], MakeHeader] | None,
+    *,
+    chosen: bool,
+) -> _Target:
+    path = _only_file(view, asked, chosen=chosen)
+    if os.path.lexists(target):
+        raise Conflict("exists", where=str(target), hint="choose another name")
+    _require_parent(target)
+    size, headers = view.files[path], {}
+    if header is not None:
+        with contents.held(catalog, [view.id]):
+            headers[path] = header(view, path)
+        size += len(headers[path](EMPTY_DIGEST)) - header_size(view, path)
+    return _Target({path: size}, {}, headers, lambda tree: tree.publish_file(path))
+
+
+def _require_parent(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise BadRequest(
+            "the directory above it does not exist",
+            where=str(path),
+            hint=f"mkdir -p {path.parent}",
+        )
 
 
 EMPTY_DIGEST: Final = hashlib.sha256().hexdigest()
@@ -293,7 +334,7 @@ class _Checkout:
         files: Mapping[str, int],
         tree: fs.NewTree,
         reflinks: Reflinks,
-        heads: Mapping[str, Callable[[str], bytes]],
+        heads: Mapping[str, MakeHeader],
     ) -> None:
         self._heads = heads
         self._catalog = catalog

@@ -26,6 +26,8 @@ from mstore.snapshots.notes import (
     stored,
     value_of,
 )
+from mstore.store import contents
+from mstore.store.block_cache import BlockCache, Computing
 from mstore.store.catalog import Catalog
 from mstore.store.models import models_in
 from mstore.store.objects.manifest import Manifest
@@ -34,12 +36,13 @@ from mstore.store.view import SnapshotView
 from mstore.terms.errors import BadCheckpoint, BadName, NotFound, StorageFailed
 from mstore.terms.ids import SnapshotId
 from mstore.terms.phrases import call
-from mstore.terms.report import Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 SNAPSHOT_KEY: Final = "mstore.snapshot"
 """Of the header of a file that was written with a card: the snapshot that it is."""
 _LEAST_DIGITS: Final = 8
-_DIGITS: Final = re.compile(rf"(0x)?([0-9a-f]{{{_LEAST_DIGITS},64}})", re.IGNORECASE)
+DIGITS: Final = re.compile(rf"(0x)?([0-9a-f]{{{_LEAST_DIGITS},64}})", re.IGNORECASE)
+"""A digest, or the beginning of one, as people give it."""
 
 
 class FileDigest(Report, frozen=True):
@@ -89,11 +92,32 @@ def insert(catalog: Catalog, told: Iterable[Note], rows: IndexTransaction) -> No
         notes.insert(catalog.index, rows, note)
 
 
-def computed(view: SnapshotView, path: str, tick: Callable[[int], None]) -> str:
-    """Return the digest of a file, all of which is read.  Raises Corrupt, StorageFailed.
+def completed(
+    catalog: Catalog,
+    snapshot: SnapshotId,
+    computing: Callable[[], Computing],
+    progress: ProgressCallback | None,
+) -> dict[str, str]:
+    """Return the digest of each single-file model, by path; those that are not noted are now.
 
-    tick: is told how many bytes were read.
+    computing: returns what computes blocks of a virtual snapshot.  Raises Corrupt, NotFound,
+    StorageFailed.
     """
+    known = noted(catalog, snapshot)
+    paths = paths_of(catalog, catalog.manifest_of(snapshot))
+    missing = [path for path in paths if path not in known]
+    if missing:
+        with contents.held(catalog, [snapshot]):
+            view = SnapshotView(catalog, snapshot, BlockCache(catalog, computing=computing))
+            total = sum(view.files[path] for path in missing)
+            tick = ProgressCounter("digest", total, progress)
+            new = {path: _computed(view, path, tick) for path in missing}
+        _note(catalog, snapshot, new)
+        known |= new
+    return {path: known[path] for path in paths}
+
+
+def _computed(view: SnapshotView, path: str, tick: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
     for block in view.stream(path):
         digest.update(block)
@@ -104,15 +128,22 @@ def computed(view: SnapshotView, path: str, tick: Callable[[int], None]) -> str:
 def note_file(catalog: Catalog, snapshot: SnapshotId, path: Path, *, anew: bool) -> None:
     """Note the digest of a file that was written of a snapshot, so that `found` knows it.
 
-    anew: its header is another than the stored one.  Whoever may not write notes nothing.
+    anew: its header is another than the stored one.
     """
     known = noted(catalog, snapshot)
-    if known and not anew:
+    stored_paths = paths_of(catalog, catalog.manifest_of(snapshot))
+    if not anew and not known.keys().isdisjoint(stored_paths):
         return
     digest = of_file(path)
     if digest not in known.values():
-        with suppress(StorageFailed):
-            notes.write(catalog, snapshot, {digest_key(path.name): digest}, VALUE)
+        _note(catalog, snapshot, {path.name: digest})
+
+
+def _note(catalog: Catalog, snapshot: SnapshotId, digests: Mapping[str, str]) -> None:
+    """Note digests by path.  Who may only read is told them all the same."""
+    told = {digest_key(path): digest for path, digest in digests.items()}
+    with suppress(StorageFailed):
+        notes.write(catalog, snapshot, told, VALUE)
 
 
 def named_in(path: Path) -> str | None:
@@ -138,7 +169,7 @@ def found(
     digits: the digest, or at least its first eight digits. names: the refs of snapshots. Raises
     BadName.
     """
-    asked = _DIGITS.fullmatch(digits)
+    asked = DIGITS.fullmatch(digits)
     if asked is None:
         raise BadName(
             f"is no SHA-256: that is 64 hexadecimal digits, or the first {SHORT_DIGITS} of them",

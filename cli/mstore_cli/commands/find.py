@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +17,6 @@ COLUMNS = (
     Column("FILE", sentence=True),
     Column("REFS", sentence=True),
 )
-_DIGEST = re.compile(r"[0-9A-Fa-f]{8,64}")
 
 
 @command(example="mstore find 6ce0161689")
@@ -37,9 +35,11 @@ def find(
     A1111 and Civitai name one so. `add` notes the digest of each such file. `mstore show REF
     --digest` computes that of a model that was made here.
     """
-    file = None if _DIGEST.fullmatch(asked) and not Path(asked).exists() else Path(asked)
+    from mstore.snapshots.digests import DIGITS
+
+    is_file = Path(asked).exists() or DIGITS.fullmatch(asked) is None
     with session.open_to_look() as store:
-        found = store.find(file or asked)
+        found = store.find(Path(asked) if is_file else asked)
     if not found:
         raise NotFound(
             "no file with this SHA-256 is known",
