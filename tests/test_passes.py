@@ -31,7 +31,7 @@ if ctypes.CDLL(None).prctl({PR_SET_MDWE}, {REFUSE_EXEC_GAIN}, 0, 0, 0):
 # Together they use every pass, on edge cases, any bit patterns and odd lengths.
 COMPARING = (
     *("tests/test_kernels.py", "tests/test_masks.py", "tests/test_stats_deltas.py"),
-    *("tests/test_stats_many.py", "tests/test_halves.py"),
+    *("tests/test_stats_many.py", "tests/test_halves.py", "tests/test_matmul.py"),
     "tests/test_adapters.py::test_numbers_that_are_not_finite",
     "tests/test_adapters.py::test_dora_gives_rows_their_norms",
     "tests/test_adapters.py::test_a_sum_of_products_is_that_of_rows_in_memory",
