@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import gram_reference
 import numpy as np
 import numpy.typing as npt
 import reference
@@ -32,6 +33,34 @@ _DTYPES = reference.DTYPES | {"F64": np.dtype("f8"), "I64": np.dtype("i8"), "U8"
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+FACTS = {"fisher": "f", "gram": "g"}
+"""How companions of experts are called, by their role: f0 is of e0."""
+INPUTS = "activation"
+"""The one companion of the base."""
+WIDTHS = {"g": 64, "h": 250}
+"""Inputs of a block of the Gram matrices g0 and h0."""
+
+
+def companions_for(
+    roles: Sequence[str], experts: Sequence[Any], called: Mapping[str, str] = FACTS
+) -> dict[str, Any]:
+    """The companions of a request, in the roles that its method asks for."""
+    names = [one if isinstance(one, str) else one[0] for one in experts]
+    found: dict[str, Any] = {}
+    for role in roles:
+        if role == INPUTS:
+            turned = any(name.startswith("turned-") for name in names)
+            found[f"{role}:base"] = f"turned-{INPUTS}" if turned else INPUTS
+            continue
+        found |= {f"{role}:{name}": companion_of(name, called[role]) for name in names}
+    return found
+
+
+def companion_of(name: str, letter: str) -> str:
+    """f1 for e1, and f0 for what is none of the family's experts."""
+    return f"{name[:-2]}{letter}{name[-1]}" if name[-1].isdigit() else f"{letter}0"
+
+
 def fishers_for(experts: Sequence[Any], fishers: Sequence[Any]) -> dict[str, Any]:
     """The companions of a request: a Fisher for each expert, in their order."""
     names = [one if isinstance(one, str) else one[0] for one in experts]
@@ -40,11 +69,15 @@ def fishers_for(experts: Sequence[Any], fishers: Sequence[Any]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Family:
-    """A base and experts; every expert has the base's tensors.  So has its Fisher, if any."""
+    """A base and experts; every expert has the base's tensors.  So has its Fisher, if any.
+
+    facts: other companions, by the name of the checkpoint: g0, g1, ... and `INPUTS`.
+    """
 
     base: Arrays
     experts: tuple[Arrays, ...]
     fishers: tuple[Arrays, ...] = ()
+    facts: Mapping[str, Arrays] = field(default_factory=dict)
 
     def write(self, root: Path) -> Path:
         """Write ROOT/base and ROOT/e0, ROOT/e1, ...; the experts in fewer shards than the base."""
@@ -53,10 +86,15 @@ class Family:
             write_checkpoint(root / f"e{number}", expert, shards=1 + number % 2, note=f"e{number}")
         for number, fisher in enumerate(self.fishers):
             write_checkpoint(root / f"f{number}", fisher)
+        for name, arrays in self.facts.items():
+            write_checkpoint(root / name, arrays)
         return root
 
     def informed(self, seed: int = 0, dtypes: Sequence[str] = ("F32", "BF16")) -> Family:
-        """Return it with Fishers: over some powers of ten, many zero, and all of some blocks."""
+        """Return it with all companions that methods ask for.
+
+        Fishers are over some powers of ten, many zero, and all of some blocks.
+        """
         rng = np.random.default_rng(seed)
         fishers = []
         for _, dtype in zip(self.experts, cycle(dtypes), strict=False):
@@ -67,7 +105,30 @@ class Family:
                 flat[: BLOCK // 2 * int(rng.integers(0, 2))] *= float(rng.integers(0, 2))
                 own[name] = cast(known, dtype)
             fishers.append(own)
-        return replace(self, fishers=tuple(fishers))
+        return replace(self, fishers=tuple(fishers), facts=self.facts | self.of_inputs(rng))
+
+    def of_inputs(self, rng: np.random.Generator) -> dict[str, Arrays]:
+        """What is known of the inputs of matrices: Gram matrices, and magnitudes of the base's."""
+        matrices = {
+            name: array.shape[1]
+            for name, array in self.base.items()
+            if array.ndim == 2 and array.size and array.dtype in reference.DTYPES.values()
+        }
+        found: dict[str, Arrays] = {
+            f"{letter}{number}": {
+                name: gram_reference.packed(rng, inputs, width)
+                for name, inputs in matrices.items()
+                if "embed" not in name
+            }
+            for letter, width in WIDTHS.items()
+            for number in range(len(self.experts))
+        }
+        found[INPUTS] = {
+            name: cast(rng.random(inputs) * 10.0 ** rng.uniform(-2, 2, inputs), "F32")
+            for name, inputs in matrices.items()
+            if "embed" not in name
+        }
+        return found
 
     @property
     def names(self) -> list[str]:
@@ -206,7 +267,11 @@ def write_checkpoint(
         write_index(directory / "model.safetensors.index.json", weight_map)
     dtypes = {_NAMES[array.dtype] for array in arrays.values()} & reference.DTYPES.keys()
     names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-    config = {"model_type": "none", "torch_dtype": names[min(dtypes)], "hidden_size": 1024}
+    config = {
+        "model_type": "none",
+        "torch_dtype": names[min(dtypes, default="F32")],
+        "hidden_size": 1024,
+    }
     config |= {"tie_word_embeddings": True}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (directory / "tokenizer.json").write_text('{"version": "1.0"}\n')
@@ -276,6 +341,12 @@ def expected(
             given = parameters["alpha"], parameters["beta"]
             factor = reference.by_depth(*given, name, list(family.base))
             own = [float(np.float32(weight * factor)) for weight in own]
+        facts: list[Array | None] = []
+        if method == "regmean":
+            letter = next(one for one, width in WIDTHS.items() if width == parameters["block"])
+            facts = [family.facts[f"{letter}{k}"].get(name) for k in range(len(weights))]
+        elif method == "aim":
+            facts = [family.facts[INPUTS].get(name)]
         merged[name] = reference.merge(
             "task_arithmetic" if method == "lines" else method,
             {} if method == "lines" else dict(parameters),
@@ -285,6 +356,7 @@ def expected(
             tensor=name,
             out_dtype=dtype,
             absent=None if absent is None else absent.get(name),
+            facts=facts,
         )
     # Tensors of one content are one tensor, under the first of their names.
     if "model.tied.embed_out" in merged:

@@ -22,6 +22,7 @@ from mixing_reference import Definition, Double
 
 from mstore import MergeRequest, Store
 from mstore.api.reports import PlanReport
+from mstore.merge.methods.registry import METHODS
 from mstore.store.objects.plan import SHARED, Plan, PlanTensor
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -75,20 +76,21 @@ class Row:
 
     def request(self, **options: Any) -> MergeRequest:
         experts = options.pop("experts", list(zip(self.experts, self.weights, strict=True)))
-        fishers = [fisher_of(name) for name, _ in experts] if self.method == "fisher" else []
         own: dict[str, Any] = {
             "base": "base",
             "experts": experts,
             "method": self.method,
             "parameters": self.given,
-            "companions": families.fishers_for(experts, fishers),
+            "companions": self.companions(experts),
         }
         return MergeRequest(**own | options)
 
-
-def fisher_of(name: str) -> str:
-    """f1 for e1, and f0 for what is none of the family's experts."""
-    return f"{name[:-2]}f{name[-1]}" if name[-1].isdigit() else "f0"
+    def companions(self, experts: Sequence[Any]) -> dict[str, Any]:
+        """What its method asks for beside base and experts."""
+        roles = [one.role for one in METHODS[self.method].companions]
+        widths = {width: letter for letter, width in families.WIDTHS.items()}
+        gram = widths[self.given.get("block", 64)]
+        return families.companions_for(roles, experts, families.FACTS | {"gram": gram})
 
 
 LONE, TWO, SAME = (1.0,), (0.25, 0.5), (1.0, 1.0, 1.0)
@@ -134,6 +136,8 @@ ROWS: tuple[Row, ...] = (
     *(Row("sce", {"select_topk": share}, SAME) for share in (0.7, 0.2, 0.003)),
     *(Row("pcb", {"ratio": ratio}, SIGNED) for ratio in (0.1, 0.4, 1.0)),
     *(Row("fisher", {"floor": floor}) for floor in (0.0, 1e-6)),
+    *(Row("regmean", {"block": width, "shrink": 0.7}) for width in (64, 250)),
+    *(Row("aim", {"omega": omega}, SIGNED) for omega in (0.4, 0.0)),
     Row("lines", {"alpha": 0.4, "beta": 0.8}, SIGNED),
     Row("slerp", {"t": 0.3}, LONE, lambda sides, _, given: mixing.slerp(given["t"], sides, 5e-4)),
     Row("model_stock", {}, SAME, STOCK),
@@ -214,7 +218,12 @@ def family(kind: str) -> Family:
         }
         known["flat"][4000:] = 0
         fishers.append({name: families.cast(one, dtype) for name, one in known.items()})
-    return Family(base, tuple(moved), tuple(fishers))
+    found = Family(base, tuple(moved), tuple(fishers))
+    facts = found.of_inputs(rng)
+    for own in facts.values():
+        # Tensors without inputs are averaged, or summed as they are.
+        del own["steps"], own["long"]
+    return replace(found, facts=facts)
 
 
 @dataclass
@@ -270,7 +279,7 @@ def made(root: Path, own: Family) -> Place:
         store = Store.init(root / f"store{size}", block_size=size)
         for name in ("base", *own.names):
             store.add(root / name, name=name, base=None if name == "base" else "base")
-        for name in own.fisher_names:
+        for name in (*own.fisher_names, *own.facts):
             store.add(root / name, name=name)
         stores.append(store)
     return Place(root, own, *stores)

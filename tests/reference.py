@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import gram_reference
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sce": {"select_topk": 1.0},
     "ramplus_tl": {"epsilon": 1e-5, "r": 0.1, "alpha": 0.2},
     "pcb": {"ratio": 0.1},
+    "regmean": {"block": 64, "shrink": 0.9},
+    "aim": {"omega": 0.4},
 }
 
 
@@ -74,11 +77,13 @@ def merge(
     tensor: str = "t",
     out_dtype: str | None = None,
     absent: Sequence[Mask] | None = None,
+    facts: Sequence[Array | None] = (),
 ) -> Array:
     """The merged tensor: base's shape, in `out_dtype` (base's own if None).
 
     `base` and `experts` are arrays of one of DTYPES.  `absent[k]` marks the elements of expert k
-    that are not read; thresholds and masks are those of the whole expert all the same.
+    that are not read; thresholds and masks are those of the whole expert all the same.  `facts` are
+    companions that are read whole, None where they lack the tensor.
     """
     parameters = DEFAULTS[method] | given
     shape, base = base.shape, base.ravel()
@@ -120,6 +125,11 @@ def merge(
             mixed, keep = single(base) + mixed, mixed == 0
         elif method == "fisher":
             mixed, keep = informed(parameters["floor"], weights, base, experts, absent)
+        elif method in ("regmean", "aim"):
+            wide = single(base).astype(np.float64)
+            known = [one for one in facts if one is not None]
+            moved = by_inputs(method, parameters, weights, base, experts, absent, known, shape)
+            mixed, keep = (wide + moved).astype(np.float32), moved == 0
         elif method == "arcee_fusion":
             d, least = delta(base, experts[0]), least_importance(base, experts[0], row)
             kept = (importance(base, experts[0], row) >= least) & ~absent[0]
@@ -131,6 +141,39 @@ def merge(
         else:
             mixed, keep = _additive(method, parameters, weights, base, experts, absent, tensor, row)
         return _result(base, mixed, keep, out_dtype or name_of(base)).reshape(shape)
+
+
+def by_inputs(
+    method: str,
+    parameters: dict[str, Any],
+    weights: Sequence[float],
+    base: Array,
+    experts: Sequence[Array],
+    absent: Sequence[Mask],
+    facts: Sequence[Array],
+    shape: Sequence[int],
+) -> npt.NDArray[np.float64]:
+    """What is added to the base, where columns are mixed, or weighed, by their inputs."""
+    given = [float(np.float32(weight)) for weight in weights]
+    read = [
+        np.where(gone, 0.0, delta(base, one).astype(np.float64))
+        for one, gone in zip(experts, absent, strict=False)
+    ]
+    if facts and method == "regmean":
+        width = min(parameters["block"], shape[1])
+        matrices = gram_reference.turns(facts, given, parameters["shrink"], width)
+        return gram_reference.turned([d.reshape(shape) for d in read], matrices).ravel()
+    if method == "regmean":
+        total = sum(given)
+        given = [float(np.float32(weight / total)) for weight in given]
+    moved = np.zeros(base.size)
+    for d, weight in zip(read, given, strict=True):
+        moved += weight * d
+    if facts:
+        magnitudes = facts[0].astype(np.float64)
+        held = 1.0 - (1.0 - parameters["omega"]) * (magnitudes / magnitudes.max())
+        moved = (moved.reshape(shape) * held).ravel()
+    return moved
 
 
 def informed(

@@ -92,6 +92,9 @@ def asked(method: Method, draw: random.Random) -> MergeRequest:
     weights = [draw.choice(choices) if method.weighted else 1.0 for _ in experts]
     for _ in range(100):
         given = {one.name: value(one, draw, count) for one in method.accepted}
+        if "block" in given:
+            # What its companions have.
+            given["block"] = families.WIDTHS["g"]
         try:
             method.apply(given, weights)
         except BadRequest:
@@ -101,9 +104,7 @@ def asked(method: Method, draw: random.Random) -> MergeRequest:
             experts=list(zip(experts, weights, strict=True)),
             method=method.name,
             parameters=given,
-            companions=families.fishers_for(experts, [one.replace("e", "f") for one in experts])
-            if method.companions
-            else {},
+            companions=families.companions_for([one.role for one in method.companions], experts),
             dtype="F32",
         )
     raise AssertionError(f"no parameters fit {method.name}")
@@ -183,7 +184,7 @@ def alike(family_alike: Family, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with Store.init(root / "store", block_size=families.BLOCK) as store:
         for name in ("base", *family_alike.names):
             store.add(root / name, name=name, base=None if name == "base" else "base")
-        for name in family_alike.fisher_names:
+        for name in (*family_alike.fisher_names, *family_alike.facts):
             store.add(root / name, name=name)
         yield store
 
@@ -285,7 +286,8 @@ def test_what_is_not_read_is_the_bases(row: Row, kind: str, places: Callable[[st
     assert plan.error_estimate is not None
     assert (plan.error_bound is not None) == operation(asked).has_bound
     if plan.error_bound is not None:
-        assert 0 < error <= plan.error_bound < 2 * error
+        # The bound of a matrix is that of its largest singular value.
+        assert 0 < error <= plan.error_bound < (20 if row.method == "regmean" else 2) * error
     least = 0.1 if row.rows else 0.3
     assert least < plan.error_estimate / error < 1 / least or kind != "F32"
 
@@ -367,9 +369,9 @@ def variants(row: Row) -> Iterator[MergeRequest]:
     yield row.request(base="turned-base", experts=[(f"turned-{n}", w) for n, w in many])
     if method.weighted:
         yield row.request(experts=[*many[:-1], (names[-1], 0.3)])
-    if method.companions:
-        fishers = dict(zip(row.request().companions, ("f1", "f0", "f2"), strict=True))
-        yield row.request(companions=fishers)
+    if len(row.request().companions) > 1:
+        first, second, *others = row.request().companions.items()
+        yield row.request(companions=dict([(first[0], second[1]), (second[0], first[1]), *others]))
     if method.experts != 1:
         yield row.request(experts=list(zip(names[::-1], weights, strict=True)))
     if method.experts is None:
@@ -392,6 +394,10 @@ def test_what_is_remembered_is_of_the_same_merge(row: Row, places: Callable[[str
     members = dict(zip((*own.names, *own.fisher_names), (*own.experts, *own.fishers), strict=True))
     for name, arrays in {"base": own.base, **members}.items():
         place.add(f"turned-{name}", {"blocks": arrays["blocks"].reshape(132, 512)})
+    for name, arrays in own.facts.items():
+        # Half of the inputs.
+        of_half = 3 if name[0] == "h" else len(arrays["blocks"]) // 2
+        place.add(f"turned-{name}", {"blocks": arrays["blocks"][:of_half]})
     for asked in variants(row):
         plan = place.store.plan(replace(asked, only=["blocks"]), allow_noop=True)
         done = place.store.merge(plan, name="remembered")
@@ -412,7 +418,7 @@ def sick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     experts = tuple({"w": families.cast(one, "BF16")} for one in moved)
     Family(base, experts).informed().write(root)
     with Store.init(root / "store", block_size=families.BLOCK) as store:
-        for name in ("base", "e0", "e1", "f0", "f1"):
+        for name in ("base", "e0", "e1", "f0", "f1", "g0", "g1", families.INPUTS):
             store.add(root / name, name=name)
         yield store
 

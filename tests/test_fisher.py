@@ -497,7 +497,7 @@ def test_what_people_type(place: Place) -> None:
     assert place.store["by-recipe"].manifest == place.store["again"].manifest
     for wrong, says in (
         ("fisher:e9=f0", "'e9' is neither base nor one of the experts"),
-        ("gram:e0=f0", "no companion has the role 'gram'"),
+        ("heat:e0=f0", "no companion has the role 'heat'"),
         ("fisher:base=f0", "and nothing else has one"),
         ("fisher=f0", "and nothing else has one"),
         ("fisher:e0=f1", "given twice"),

@@ -33,6 +33,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "della": ({"density": 0.5}, 3),
     "della_linear": ({"density": 0.5}, 3),
     "fisher": ({}, 3),
+    "aim": ({}, 3),
+    "regmean": ({"shrink": 0.5}, 3),
     "clamp": ({"stiffness": 0.3}, 3),
     "geometric_median": ({}, 3),
     "guarded": ({"threshold": 0.1, "alpha": 0.3}, 2),
@@ -71,9 +73,9 @@ class Place:
             experts=list(zip(self.family.names, weights, strict=False))[:count],
             method=method,
             parameters=parameters | options.pop("parameters", {}),
-            companions=families.fishers_for(self.family.names, self.family.fisher_names)
-            if find(method).companions
-            else {},
+            companions=families.companions_for(
+                [one.role for one in find(method).companions], self.family.names
+            ),
             dtype="float32",
             **options,
         )
@@ -92,7 +94,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with Store.init(root / "store", block_size=families.BLOCK) as store:
         for name in ("base", *family.names):
             store.add(root / name, name=name, base=None if name == "base" else "base")
-        for name in family.fisher_names:
+        for name in (*family.fisher_names, *family.facts):
             store.add(root / name, name=name)
         yield Place(family, store)
 

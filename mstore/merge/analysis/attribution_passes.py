@@ -31,6 +31,7 @@ from mstore.merge.arithmetic.tiles import (
     LANES,
     MAJORITY,
     NEAR,
+    SUMMED,
     TILE,
     TILES,
 )
@@ -200,6 +201,12 @@ def _informed(count: int, base: Any, tile: Any, fisher: Any, part: Any) -> None:
 
 
 @compiled
+def _take(count: int, sums: Any, part: Any) -> None:
+    for i in range(count):
+        part[i] = sums[i]
+
+
+@compiled
 def _invert(count: int, scale: Any, divisor: Any, factor: Any) -> None:
     for i in range(count):
         factor[i] = np.float64(scale) / divisor[i] if divisor[i] > 0.0 else 0.0
@@ -231,6 +238,7 @@ def attribute(
         pointer(given[a.WEIGHTS_AT]), (-(-n // max(1, row_length)), experts), np.float32
     )
     elements = carray(pointer(given[a.WEIGHTS_AT]), (experts, n), np.float32)
+    summed = carray(pointer(given[a.WEIGHTS_AT]), (experts, n), np.float64)
     factors = carray(pointer(given[a.FACTORS_AT]), (2,), np.float32)
     base = carray(pointer(given[a.BASE_AT]), (given[a.BASE_LENGTH],), np.uint8)
     rows = carray(pointer(given[a.ROWS_AT]), (given[a.ROWS], given[a.STRIDE]), np.uint8)
@@ -298,6 +306,9 @@ def attribute(
                     _informed(count, bases, tile, parts[half + k], parts[k])
                 continue
             if p < 0:
+                continue
+            if kind == SUMMED:
+                _take(count, summed[k, start : start + count], parts[k])
                 continue
             load_bits(row_codes[p], rows[p], start, count, tile, 0)
             if near:

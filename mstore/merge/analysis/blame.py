@@ -45,6 +45,7 @@ import numpy.typing as npt
 
 from mstore.merge.analysis.explain import require_tensor
 from mstore.merge.arithmetic.arguments import pack
+from mstore.merge.arithmetic.chunk_sums import ChunkSums
 from mstore.merge.arithmetic.tiles import LANES, TILE, address
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import inputs_held
@@ -435,17 +436,20 @@ def attribute(loaded: Loaded, quotas: Sequence[int], count: int) -> Attribution:
         np.empty(TILE, dtype=np.uint8),
     )
     chunk = chunk_of(loaded, quotas)
-    masks, rows = masks_of(tensor, chunk), weights_of(tensor, chunk)
+    masks, own = masks_of(tensor, chunk), tensor.chunk_factors
+    rows: npt.NDArray[Any] | None = weights_of(tensor, chunk)
+    if isinstance(own, ChunkSums):
+        rows = own.each(chunk, tensor.shape, mix.weights.tolist())
     packed = pack(mix, chunk, None, tensor.out_dtype, masks, row_weights=rows)
     _attribute(packed.at, *[address(array) for array in (sums, counts, *room)])
     # Companions, which come last, change nothing by themselves.
-    own = slice(int(mix.has_base), int(mix.has_base) + count)
+    experts_only = slice(int(mix.has_base), int(mix.has_base) + count)
     return Attribution(
         square=float(sums[1, experts + 1]),
         base=float(sums[0, experts]),
-        products=sums[0, own],
-        squares=sums[1, own],
-        moved=counts[own],
+        products=sums[0, experts_only],
+        squares=sums[1, experts_only],
+        moved=counts[experts_only],
         changed=int(counts[experts + 1]),
         not_finite=int(counts[experts + 2]),
     )

@@ -14,13 +14,13 @@ import itertools
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.tiles import FACTORED, Scratch, address
+from mstore.merge.arithmetic.tiles import FACTORED, SUMMED, Scratch, address
 from mstore.numeric.codes import ITEMSIZES, dtype_code
 
 
@@ -162,12 +162,12 @@ def pack(
     out_dtype: str,
     masks: npt.NDArray[np.uint8] | None = None,
     rescales: npt.NDArray[np.float32] | None = None,
-    row_weights: npt.NDArray[np.float32] | None = None,
+    row_weights: npt.NDArray[Any] | None = None,
 ) -> Packed:
     """Check that the arrays fit, and pack them; the caller keeps them alive while the pass runs.
 
     out: None for a pass that writes none. row_weights: as for `kernels.mix_chunk`; for FACTORED
-    float32[K, n], those of each element.  Raises
+    float32[K, n], those of each element, for SUMMED float64[n], what is added to it.  Raises
     BadRequest for another element type and ValueError for arrays that do not fit.
     """
     base, rows, row_of, n = chunk.base, chunk.rows, chunk.row_of, chunk.n
@@ -206,9 +206,11 @@ def pack(
     if rescales is not None and rescales.shape != (experts,):
         raise ValueError("rescales are not one an expert")
     row_length = n
-    if row_weights is not None and kind == FACTORED:
-        if row_weights.shape != (experts, n) or not row_weights.flags.c_contiguous:
-            raise ValueError("row_weights are not one an expert and element")
+    if row_weights is not None and kind in (FACTORED, SUMMED):
+        # Attribution has sums of each expert.
+        wanted = ((experts, n),) if kind == FACTORED else ((n,), (experts, n))
+        if row_weights.shape not in wanted or not row_weights.flags.c_contiguous:
+            raise ValueError("row_weights are not one an element, or one an expert and element")
     elif row_weights is not None:
         if row_weights.ndim != 2 or row_weights.shape[1] != experts or n % len(row_weights):
             raise ValueError("row_weights are not one an expert of whole rows")
@@ -267,7 +269,7 @@ class _Layout(NamedTuple):
     size: int
 
 
-def _offsets(layout: _Layout, at: int, row_weights: npt.NDArray[np.float32] | None) -> list[int]:
+def _offsets(layout: _Layout, at: int, row_weights: npt.NDArray[Any] | None) -> list[int]:
     """Return the addresses of the fields from ROW_OF_AT on; weights of rows lie elsewhere."""
     found = [at + offset for offset in layout.offsets]
     if row_weights is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,11 @@ def products(parts: Singles) -> Doubles:
     return found
 
 
+Facts = Sequence[Sequence[npt.NDArray[Any] | None]]
+"""What a tensor's companions are that are facts, of each role that a method asks for: whole arrays,
+None for what is lacking."""
+
+
 class ChunkFactors(ABC):
     """How factors follow from a chunk, where a tensor has none: of rows, or of single elements.
 
@@ -67,7 +72,7 @@ class ChunkFactors(ABC):
     @abstractmethod
     def weights(
         self, chunk: Chunk, shape: Sequence[int], weights: Sequence[float], *, whole: bool
-    ) -> Singles:
+    ) -> npt.NDArray[Any]:
         """Return the factors of a chunk of a tensor of this shape, as the kernel takes them.
 
         weights: of the experts. whole: experts are mixed, not their deltas; an absent one is the
@@ -81,6 +86,20 @@ class ChunkFactors(ABC):
     def key(self, shape: Sequence[int]) -> bytes:
         """Return what factors follow from besides the chunk and the weights."""
         return b""
+
+    def row(self, shape: Sequence[int]) -> int:
+        """Return of how many elements each the runs are that a chunk of a tensor is whole."""
+        if self.needs_tensor:
+            return math.prod(shape)
+        return length_of(shape) if self.needs_rows else 1
+
+    def bound(self, given: Sequence[float], facts: Facts) -> ChunkFactors:
+        """Return those of one tensor; given: the experts' weights, as they were asked for."""
+        return self
+
+    def tensor_bytes(self, shape: Sequence[int], experts: int) -> int:
+        """Return how many bytes all threads share while a tensor of this shape is merged."""
+        return 0
 
 
 class RowFactors(ChunkFactors):

@@ -57,6 +57,8 @@ MAJORITY: Final = 9
 """CONSENSUS, in which every expert that moves an element has one vote."""
 FACTORED: Final = 10
 """ADDITIVE, with factors of single elements that are made before the pass (`element_factors`)."""
+SUMMED: Final = 11
+"""What is added to the base is there before the pass (`chunk_sums`)."""
 NEAR: Final = 4
 """ALONE, of an expert that is moved back towards the base (`stages.swap`)."""
 

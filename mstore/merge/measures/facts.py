@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +25,10 @@ from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.measures.deltas import Chunks
 from mstore.merge.measures.grid import Companion
 from mstore.models.stats.analysis import measure_apart, measure_pair, measure_squares
-from mstore.models.stats.chunks import ReadChunk, chunk_reader, tensor_chunk
+from mstore.models.stats.chunks import ReadChunk, chunk_reader, read_tensor, tensor_chunk
 from mstore.models.stats.pairs import known_apart, sum_of_squares
 from mstore.models.stats.store import StatsStore
 from mstore.models.stats.table import DeltaTable
-from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import Tensor
@@ -279,15 +279,10 @@ class TensorFacts:
         records = [self.sides[side][1] for side in (0, *own)]
         return Chunks(self._facts.catalog, records, self._facts.meter)
 
-    def array(self, side: Side) -> npt.NDArray[np.float32]:
-        """Read a companion's whole tensor, in its shape."""
-        facts, (_, record) = self._facts, side
+    def array(self, side: Side) -> npt.NDArray[Any]:
+        """Read a companion's whole tensor, as `read_tensor`."""
         self._require_analysis()
-        elements = math.prod(record.shape)
-        chunk = tensor_chunk(facts.catalog.block_size, record, [])
-        read = chunk_reader(facts.catalog, record, chunk, facts.meter)
-        data = np.concatenate(list(self.pool.map(read, range(-(-elements // chunk)))))
-        return singles(data, record.dtype, elements).reshape(record.shape)
+        return read_tensor(self._facts.catalog, side[1], self._facts.meter)
 
     def readers(self, side: int, row: int) -> Readers:
         """Return the elements of a chunk, and what reads those of the base and of an expert.

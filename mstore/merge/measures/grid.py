@@ -21,7 +21,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from mstore.numeric.codes import ITEMSIZES
 from mstore.store.objects.plan import BASE, BELOW, EQUAL, EXPERT, READ, SHARED
+from mstore.store.objects.tensor import Tensor
 from mstore.terms.errors import MstoreError
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -30,9 +32,11 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 States = np.ndarray[Any, np.dtype[np.uint8]]
 Shape = tuple[int, ...]
+AnyShape = tuple[int | None, ...]
+"""A shape in which None is any length."""
 
 
-def alike(name: str, shape: Shape) -> Shape | None:
+def alike(name: str, shape: Shape) -> AnyShape | None:
     """Return the shape of a tensor of the model: that of a companion which has the same tensors."""
     return shape
 
@@ -42,9 +46,11 @@ class Companion(msgspec.Struct, frozen=True):
 
     role: as requests and plans name it. of: EXPERT: one for each expert, BASE: one for the base,
     None: one for the merge. shape: of its tensor for one of the model, by the latter's name and
-    shape; None if it needs none. is_read: the kernel has it chunk by chunk, after the experts; it
-    is one for each, and has the model's shapes.  Others are read by `Combination.settle`
-    (`TensorFacts`).
+    shape, None for any length; None if it needs none. dtypes: the element types that it may have.
+    is_optional: whether the method does without a tensor that it lacks. is_read: the kernel has it
+    chunk by chunk, after the experts; it is one for each, and has the model's shapes.  Others are
+    facts: `Combination.settle` reads them for a plan (`TensorFacts`), and they are there where
+    factors follow from them (`ChunkFactors.bound`).
 
     Of one that is read planning knows sums over each chunk: totals, how many; measure: makes them
     of stored bytes, their element type and their number, NaN for elements that are none of this
@@ -53,7 +59,9 @@ class Companion(msgspec.Struct, frozen=True):
 
     role: str
     of: str | None = EXPERT
-    shape: Callable[[str, Shape], Shape | None] = alike
+    shape: Callable[[str, Shape], AnyShape | None] = alike
+    dtypes: tuple[str, ...] = tuple(ITEMSIZES)
+    is_optional: bool = False
     is_read: bool = False
     totals: int = 0
     measure: Callable[[Bytes, str, int], Sequence[float]] | None = None
@@ -62,6 +70,13 @@ class Companion(msgspec.Struct, frozen=True):
     def places(self, experts: int) -> tuple[int | None, ...]:
         """Return the numbers of the inputs that have one, of so many experts (`PlanInput.of`)."""
         return tuple(range(1, 1 + experts)) if self.of == EXPERT else (0 if self.of else None,)
+
+    def fits(self, shape: AnyShape, record: Tensor) -> bool:
+        """Return whether a tensor may be one for which `shape` is asked."""
+        same = len(shape) == len(record.shape) and all(
+            wanted in (None, own) for wanted, own in zip(shape, record.shape, strict=True)
+        )
+        return same and record.dtype in self.dtypes
 
     def __str__(self) -> str:
         return self.role.capitalize()

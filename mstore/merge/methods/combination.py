@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from mstore.merge.methods.method import Operation
 
 Bytes = npt.NDArray[np.uint8]
-Kernel = Callable[
-    [Mix, Chunk, Bytes, str, Bytes | None, npt.NDArray[np.float32] | None], tuple[int, ...]
-]
+Kernel = Callable[[Mix, Chunk, Bytes, str, Bytes | None, npt.NDArray[Any] | None], tuple[int, ...]]
 """What computes a chunk, as `kernels.run` does."""
 
 SMALLEST_DIVISOR: Final = 1e-8

@@ -27,7 +27,6 @@ Order of operations as in mergekit 0.1.5.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -335,9 +334,8 @@ class Operation(msgspec.Struct, frozen=True, dict=True):
 
     def row(self, shape: Sequence[int]) -> int:
         """Return of how many elements each the rows are that a chunk of a tensor is whole."""
-        if self.chunk_factors is not None and self.chunk_factors.needs_tensor:
-            return math.prod(shape)
-        return row_length(shape) if self.needs_rows else 1
+        own = 1 if self.chunk_factors is None else self.chunk_factors.row(shape)
+        return max(own, row_length(shape) if self.selection.needs_rows else 1)
 
     @property
     def needs_facts(self) -> bool:

@@ -225,6 +225,7 @@ def _companions(
         numbers.setdefault(str(revision), []).append(number)
     found: dict[tuple[str, int | None], Input] = {}
     roles = registry.roles(asked.method) if given else []
+    of_base = {one.role for one in registry.find(asked.method).companions if one.of == BASE}
     for key, one in given.items():
         role, colon, of = key.partition(":")
         if role not in roles:
@@ -234,8 +235,8 @@ def _companions(
                 hint=did_you_mean(role, roles),
             )
         belongs: list[int | None] = [*numbers.get(of, [])] if colon else [None]
-        if not belongs and of == BASE:
-            # Of an expert that was named so it is of the expert.
+        if of == BASE and (role in of_base or not belongs):
+            # Else, of an expert that was named so it is of the expert.
             belongs = [0]
         if not belongs:
             raise BadRequest(

@@ -327,6 +327,8 @@ class Surveyor:
             )
         }
         lacks = [name for name in moved if not self._inputs.has(number, name)]
+        if one.is_optional and len(lacks) < len(moved):
+            lacks = []
         others = [
             name
             for name in chosen(_shapes(found), request.only, request.skip)
@@ -354,11 +356,12 @@ class Surveyor:
         for name, shape in shapes.items():
             record = found[name][1]
             is_own = one.is_read or self._inputs.has(number, name)
-            if is_own and (record.shape != shape or record.dtype not in ITEMSIZES):
+            if is_own and not one.fits(shape, record):
                 whose = "the model's shape" if one.is_read else "the shape"
+                lengths = ", ".join("any" if length is None else str(length) for length in shape)
                 raise Incompatible(
                     f"{name} is {record.dtype} {list(record.shape)}: a {one} has {whose}, "
-                    f"{list(shape)}, and is {', '.join(sorted(ITEMSIZES))}",
+                    f"[{lengths}], and is {', '.join(sorted(one.dtypes))}",
                     where=where,
                 )
         return bool(lacks or others)

@@ -223,16 +223,17 @@ def run_plan(
 
 
 class _Need(msgspec.Struct, frozen=True):
-    """Bytes for one thread's inputs and for one output, of the largest tensor."""
+    """Bytes for one thread's inputs and for one output, of the largest tensor; shared: by all."""
 
     sides: int
     output: int
     largest: str
+    shared: int = 0
 
     def of(self, threads: int) -> int:
         """Return the bytes for this many threads."""
         # Outputs, plain and encoded: those waiting, one per thread, and the one being written.
-        return RESERVE + threads * self.sides + 2 * (2 * threads + 2) * self.output
+        return RESERVE + self.shared + threads * self.sides + 2 * (2 * threads + 2) * self.output
 
     def fitting(self, memory: int, threads: int) -> int:
         """Return how many of these threads fit, perhaps none."""
@@ -266,7 +267,8 @@ class _Shape(msgspec.Struct, frozen=True):
     """What decides the memory that a tensor needs.
 
     rows: held of each chunk. elements: of a batch of its chunks. narrow, wide, out: bytes of an
-    element of the narrower of base and output, of the widest side, of the output.
+    element of the narrower of base and output, of the widest side, of the output. shared: bytes
+    for all threads.
     """
 
     rows: int
@@ -274,6 +276,7 @@ class _Shape(msgspec.Struct, frozen=True):
     narrow: int
     wide: int
     out: int
+    shared: int
 
 
 def _shapes(tasks: Tasks) -> tuple[dict[_Shape, str], int]:
@@ -290,18 +293,20 @@ def _shapes(tasks: Tasks) -> tuple[dict[_Shape, str], int]:
         count, chunk = math.prod(own.shape), planned.chunk_elements
         total += count
         mixed = planned.operation if planned.mixture is None else planned.name
-        key = (mixed, own.dtype, output, frozenset(dtypes), there, count, chunk)
+        key = (mixed, own.dtype, output, frozenset(dtypes), there, own.shape, chunk)
         if key in alike:
             continue
         alike.add(key)
         base, out = item_size(own.dtype), item_size(output)
         wide = max([base, *map(item_size, dtypes)])
         elements = min(count, chunk * batch_chunks(chunk, own.dtype, output))
-        beside = operation.selection.mask_bytes(there)
+        beside, shared = operation.selection.mask_bytes(there), 0
         if operation.chunk_factors is not None:
             beside += operation.chunk_factors.bytes_each(len(members.experts))
+            shared = operation.chunk_factors.tensor_bytes(own.shape, len(members.experts))
         masks = -(-beside // wide)
-        shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
+        rows = 1 + SPARE_SIDES + there + masks
+        shape = _Shape(rows, elements, min(base, out), wide, out, shared)
         first.setdefault(shape, planned.name)
     return first, total
 
@@ -315,4 +320,4 @@ def _need(shapes: Mapping[_Shape, str], total: int, together: int) -> _Need:
         if needed > sides:
             sides, largest = needed, name
         output = max(output, elements * one.out)
-    return _Need(sides, output, largest)
+    return _Need(sides, output, largest, max([one.shared for one in shapes], default=0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from mstore.blocks.reader import Meter
 from mstore.merge.arithmetic import adapters, kernels
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.row_factors import ChunkFactors
+from mstore.merge.measures.grid import split
 from mstore.merge.methods.combination import Kernel
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
@@ -32,11 +33,11 @@ from mstore.merge.planning.tensors import names_of_plan
 from mstore.merge.running.workplace import BlockPlaces
 from mstore.models.adapters.inputs import Inputs
 from mstore.models.adapters.low_rank import FactorCache, Factors
-from mstore.models.stats.chunks import blocks_per_chunk, row_length
+from mstore.models.stats.chunks import blocks_per_chunk, read_tensor, row_length
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
 from mstore.store.objects.manifest import Manifest
-from mstore.store.objects.plan import READ, SHARED, Plan, PlanTensor
+from mstore.store.objects.plan import EXPERT, READ, SHARED, Plan, PlanTensor
 from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import Conflict, Corrupt
 from mstore.terms.ids import ID_BYTES, BlockId, TensorId, split_ids
@@ -342,13 +343,38 @@ class Tasks:
             file=file,
             offset=offset,
             selection=selection,
-            chunk_factors=operation.chunk_factors,
+            chunk_factors=self._chunk_factors(planned, operation),
             kernel=operation.method.combine.kernel,
             cut=selection.cut(planned.thresholds, base.shape),
             numbers=self._catalog.row_numbers.get(members.base_id, members.expert_ids[0])
             if selection.remembers
             else None,
         )
+
+    def _chunk_factors(self, planned: PlanTensor, operation: Operation) -> ChunkFactors | None:
+        """Return how factors follow from what is read, and from companions that are facts."""
+        factors = operation.chunk_factors
+        asked = operation.method.companions
+        if factors is None or not asked:
+            return factors
+        facts = []
+        for one, numbers in split(asked, len(self.plan.experts), range(len(self.inputs.experts))):
+            if not one.is_read:
+                idle = operation.weightless if one.of == EXPERT else ()
+                facts.append(
+                    [
+                        None if k < len(idle) and idle[k] else self._fact(planned, number)
+                        for k, number in enumerate(numbers)
+                    ]
+                )
+        return factors.bound(operation.given, facts)
+
+    def _fact(self, planned: PlanTensor, number: int) -> npt.NDArray[Any] | None:
+        name = planned.source(1 + number)
+        if not self.inputs.has(number, name):
+            return None
+        [record] = self.inputs.records([self.inputs.experts[number][name]])
+        return read_tensor(self._catalog, record, None)
 
     def reused(self, tensor: TensorTask) -> npt.NDArray[np.bool_]:
         """Return bool[chunks]: where the output is the base's own blocks and needs no computing."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from mstore.blocks.reader import Meter
 from mstore.models.adapters.low_rank import Factors, load_factors
+from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
 from mstore.store.objects.tensor import AppliedTensor, Tensor
@@ -84,6 +85,17 @@ def chunk_reader(catalog: Catalog, record: Tensor, chunk: int, meter: Meter | No
         [factors] = load_factors(catalog, [record], meter)
         return partial(_apply_chunk, catalog, record, factors, chunk)
     return partial(_read_chunk, catalog, record, chunk, meter)
+
+
+def read_tensor(catalog: Catalog, record: Tensor, meter: Meter | None) -> np.ndarray[Any, Any]:
+    """Read a whole tensor, in its shape: float32, or uint8 of another type's bytes.
+
+    Raises BudgetExceeded, Corrupt, StorageFailed.
+    """
+    data = catalog.read_blocks([*record.block_ids()], meter)
+    if record.dtype not in ITEMSIZES:
+        return data.reshape(record.shape)
+    return singles(data, record.dtype, math.prod(record.shape)).reshape(record.shape)
 
 
 def _apply_chunk(

@@ -1,0 +1,139 @@
+"""Gram matrices: how much a layer's inputs vary together, and what differences are multiplied by.
+
+A Gram matrix at rest is blocks on its diagonal, of `width` inputs each: uint8[blocks, size].  The
+last block may have fewer inputs; the others are zeros.  A block is
+
+    float32[width]       the root of the mean square of each input, little-endian
+    int8[width (width - 1) / 2]
+                         the correlations of inputs below the diagonal, row by row, 127 for 1; not
+                         centred: the mean of a product over the roots of the mean squares
+
+Eight bits lose nothing that a merge shows: correlations are shrunk before they are inverted.
+
+Owns that form and the matrices M_k = G_k (sum of the G_k)^-1 (`grams.c`).  No BLAS or LAPACK, whose
+bits differ between processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mstore.merge.arithmetic.tiles import address
+from mstore.numeric.matmul import Doubles, Singles
+from mstore.numeric.passes import Pass
+
+_turns: Final = Pass(
+    "mstore.merge.arithmetic.grams", "turns", "piiippppp", ("merge/arithmetic/grams.c",)
+)
+
+Bytes = npt.NDArray[np.uint8]
+
+KEPT: Final = 2
+"""Tensors whose matrices are kept: those of one block of layers often have the same inputs."""
+
+
+class Turns(msgspec.Struct, frozen=True, eq=False):
+    """What the differences of each expert are multiplied by, from the right.
+
+    matrices: float32[K, blocks, width, width]. norms: float64[K], not less than the largest
+    singular value of any of an expert's.
+    """
+
+    matrices: Singles
+    norms: Doubles
+
+
+def width_of(size: int) -> int | None:
+    """Return how many inputs a block of so many bytes is of; None if there is no such block."""
+    width = round(((49 + 8 * size) ** 0.5 - 7) / 2)
+    return width if width > 0 and bytes_of(width) == size else None
+
+
+def bytes_of(width: int) -> int:
+    """Return the bytes of a block of so many inputs."""
+    return 4 * width + width * (width - 1) // 2
+
+
+def is_sound(packed: Bytes, width: int) -> bool:
+    """Return whether the roots of a matrix are numbers from 0 on; uint8[blocks, size]."""
+    roots = np.ascontiguousarray(packed[:, : 4 * width]).view("<f4")
+    return bool(((roots >= 0) & (roots < np.inf)).all())
+
+
+def turns(packed: Sequence[Bytes], weights: Sequence[float], shrink: float) -> Turns | int:
+    """Return M_k of each expert; or the number of a block whose sum cannot be inverted.
+
+    packed: of each expert, uint8[blocks, size], all of one shape. weights: of the experts, w_k G_k
+    are added. shrink: correlations of different inputs are multiplied by it.
+    """
+    blocks, size = packed[0].shape
+    width = width_of(size)
+    assert width is not None
+    assert all(one.shape == (blocks, size) for one in packed)
+    own = [np.ascontiguousarray(one) for one in packed]
+    places = np.array([address(one) for one in own], dtype=np.int64)
+    given = np.array([*weights, sum(weights), shrink])
+    count, state = len(own), np.zeros(1, dtype=np.int64)
+    scratch = np.empty((2 * width + 3) * width)
+    found = np.empty((count, blocks, width, width), dtype=np.float32)
+    norms = np.empty(count)
+    _turns(
+        *(address(places), count, blocks, width, address(given), address(scratch)),
+        *(address(found), address(norms), address(state)),
+    )
+    if state[0] >= 0:
+        return int(state[0])
+    # Rounded up.  A sum of `width` products is off by so many units of the sum of its magnitudes,
+    # and that norm is at most the root of `width` times the other, for both factors.
+    return Turns(found, np.sqrt(np.sqrt(np.sqrt(norms))) * (1 + 2.0**-50 * (width + 2) ** 2))
+
+
+_kept: dict[bytes, Turns] = {}
+_lock: Final = Lock()
+
+
+def kept_turns(
+    key: bytes, packed: Sequence[Bytes], weights: Sequence[float], shrink: float
+) -> Turns:
+    """Return `turns` of what can be inverted; the last ones are kept for the next chunks.
+
+    key: a digest of all the others.
+    """
+    with _lock:
+        found = _kept.pop(key, None)
+        if found is None:
+            while len(_kept) >= KEPT:
+                del _kept[next(iter(_kept))]
+            made = turns(packed, weights, shrink)
+            assert isinstance(made, Turns), "planning has inverted it"
+            found = made
+        _kept[key] = found
+        return found
+
+
+def packed(gram: npt.ArrayLike, width: int) -> Bytes:
+    """Return a Gram matrix, float[inputs, inputs], as it lies at rest, in blocks of `width`.
+
+    Of products outside of the blocks nothing is kept.
+    """
+    whole = np.asarray(gram, dtype=np.float64)
+    inputs = len(whole)
+    blocks = -(-inputs // width)
+    found = np.zeros((blocks, bytes_of(width)), dtype=np.uint8)
+    below = np.tril_indices(width, -1)
+    for number in range(blocks):
+        part = np.zeros((width, width))
+        own = whole[number * width : (number + 1) * width, number * width : (number + 1) * width]
+        part[: len(own), : len(own)] = own
+        roots = np.sqrt(np.diag(part)).astype("<f4")
+        scale = np.where(roots > 0, roots, 1).astype(np.float64)
+        correlations = np.rint(127 * part / scale[:, None] / scale)[below]
+        found[number, : 4 * width] = roots.view(np.uint8)
+        found[number, 4 * width :] = np.clip(correlations, -127, 127).astype(np.int8).view(np.uint8)
+    return found
