@@ -93,6 +93,7 @@ def extract_lora(
                 ("stored whole", report.whole),
                 ("size", format_size(report.plain_bytes)),
                 ("left out", f"{format_percent(report.relative_error)} of the difference"),
+                ("made with", report.linear_algebra),
                 ("time", format_seconds(report.seconds)),
             ]
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -25,11 +25,13 @@ from mstore.checkpoint.declared import CARD
 from mstore.checkpoint.strict_json import json_bytes
 from mstore.models.adapters.config import CONFIG
 from mstore.models.adapters.formats import KOHYA, PEFT, Keys, LayerProduct, require_format
+from mstore.models.adapters.low_rank import read_panels
 from mstore.models.adapters.targets import PREFIX, factor_names, is_adapter
 from mstore.models.adapters.truncation import (
     Errors,
     Singles,
     TruncatedTensor,
+    linear_algebra,
     squares_left,
     truncated,
 )
@@ -43,8 +45,7 @@ from mstore.models.header_lineage import (
 )
 from mstore.models.made import NEW, Publication, put_array, put_model
 from mstore.models.optional import optional_differences
-from mstore.numeric.casts import singles
-from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
+from mstore.numeric.codes import CODES, cast_hint
 from mstore.store.catalog import Catalog
 from mstore.store.models import config_of, model_of, models_in, tensors_of
 from mstore.store.objects.manifest import Manifest
@@ -75,7 +76,6 @@ _FUSED: Final = ".in_proj_weight"
 _PRODUCTS: Final = (2, 4)
 """Dimensions of what becomes a product: a matrix, or a convolution of images."""
 _TRANSPOSED: Final = frozenset({"gpt2"})
-_PANEL: Final = 1 << 22
 _NAMED: Final = 4
 
 
@@ -103,6 +103,8 @@ class ExtractReport(Report, frozen=True):
     """matrices, those with the largest errors first"""
     remarks: tuple[str, ...]
     """what PEFT does not do with it, as text"""
+    linear_algebra: str
+    """what decomposed the matrices, and for which processor: another gives other bits"""
     plain_bytes: int
     """size of the adapter"""
     bytes_written: int
@@ -205,6 +207,7 @@ def extract(
         relative_error=run.errors.relative(),
         tensors=run.errors.tensors(),
         remarks=_remarks(work, base[0], expert[0]),
+        linear_algebra=linear_algebra(),
         plain_bytes=manifest.plain_bytes(),
         bytes_written=written,
         seconds=time.monotonic() - began,
@@ -403,7 +406,7 @@ class _Extractor:
             self._tick(theirs)
         for tensor, ours, theirs in self._work.whole:
             self.errors.add_whole(self._finite_squares(tensor, ours, theirs))
-            tensors[self._whole_name(tensor)] = theirs
+            tensors[whole_name(tensor, self._modules)] = theirs
             self._tick(theirs)
         return put_files(self._transaction, tensors, self._config(base))
 
@@ -427,21 +430,11 @@ class _Extractor:
             raise _not_finite("has elements that are not finite", name)
         return squares
 
-    def _whole_name(self, name: str) -> str:
-        """Return PEFT's name of a tensor that is stored whole."""
-        module = name.removesuffix(_BIAS)
-        if module != name and module in self._modules:
-            return f"{PREFIX}{module}.base_layer{_BIAS}"
-        return PREFIX + name
-
     def _tick(self, record: Tensor) -> None:
         self._counter(record.nbytes)
 
     def _config(self, base: str) -> dict[str, object]:
         products = [name.removesuffix(_WEIGHT) for name, _, _ in self._work.products]
-        whole = [name for name, _, _ in self._work.whole]
-        biased = any(name.endswith(_BIAS) for name in whole)
-        saved = sorted({name.removesuffix(_WEIGHT) for name in whole if name.endswith(_WEIGHT)})
         return {
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
@@ -449,9 +442,8 @@ class _Extractor:
             "lora_alpha": self._rank,
             "rank_pattern": self._ranks,
             "alpha_pattern": self._ranks,
-            "bias": "all" if biased else "none",
             "target_modules": products,
-            "modules_to_save": saved or None,
+            **whole_settings([name for name, _, _ in self._work.whole]),
         }
 
     # -- one matrix ----------------------------------------------------------------------------
@@ -459,7 +451,8 @@ class _Extractor:
     def _factors(self, name: str, ours: Tensor, theirs: Tensor) -> tuple[Singles, Singles]:
         """Return (left, right) as they are stored, and take note of what they leave."""
         rows, columns = ours.shape[0], math.prod(ours.shape[1:])
-        pieces = ((expert - base).tobytes() for base, expert in self._panels(ours, theirs))
+        panels = read_panels(self._catalog, (ours, theirs))
+        pieces = ((expert - base).tobytes() for base, expert in panels)
         data = fs.unnamed(self._transaction.directory, pieces)
         delta = np.frombuffer(data, dtype=np.float32).reshape(rows, columns)
         if not np.isfinite(delta).all():
@@ -475,30 +468,12 @@ class _Extractor:
         self.errors.add(name, squares, rest)
         return left, right
 
-    def _panels(self, ours: Tensor, theirs: Tensor) -> Iterator[tuple[Singles, Singles]]:
-        """Yield the elements of both, some blocks at a time."""
-        count = math.prod(ours.shape)
-        # Both are powers of two, so a step is whole blocks of either type.
-        step = max(_PANEL, self._catalog.block_size)
-        for start in range(0, count, step):
-            base, expert = (
-                self._elements(one, start, min(step, count - start)) for one in (ours, theirs)
-            )
-            yield base, expert
-
     def _squares(self, ours: Tensor, theirs: Tensor) -> float:
         """Return the squared norm of the difference."""
         return math.fsum(
             float(np.square(expert.astype(np.float64) - base).sum())
-            for base, expert in self._panels(ours, theirs)
+            for base, expert in read_panels(self._catalog, (ours, theirs))
         )
-
-    def _elements(self, record: Tensor, start: int, count: int) -> Singles:
-        """Return elements from `start`, the first one of a block."""
-        each = self._catalog.block_size // ITEMSIZES[record.dtype]
-        numbers = range(start // each, -(-(start + count) // each))
-        data = self._catalog.read_blocks([record.block(number) for number in numbers])
-        return singles(data, record.dtype, count)
 
 
 def _not_finite(what: str, name: str) -> Incompatible:
@@ -507,6 +482,23 @@ def _not_finite(what: str, name: str) -> Incompatible:
 
 def _is_embedding(module: str) -> bool:
     return bool(EMBEDDINGS.search(module)) and not HEAD.search(module)
+
+
+def whole_name(tensor: str, modules: Collection[str]) -> str:
+    """Return PEFT's name of a tensor that is stored whole.  modules: those that have a product."""
+    module = tensor.removesuffix(_BIAS)
+    if module != tensor and module in modules:
+        return f"{PREFIX}{module}.base_layer{_BIAS}"
+    return PREFIX + tensor
+
+
+def whole_settings(tensors: Collection[str]) -> dict[str, object]:
+    """Return the settings of a config that say which tensors are stored whole."""
+    saved = sorted({name.removesuffix(_WEIGHT) for name in tensors if name.endswith(_WEIGHT)})
+    return {
+        "bias": "all" if any(name.endswith(_BIAS) for name in tensors) else "none",
+        "modules_to_save": saved or None,
+    }
 
 
 WEIGHTS: Final = "adapter_model.safetensors"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -32,6 +32,8 @@ from mstore.store.remembered import Recent
 
 _BLOCK: Final = 32, 64
 """The most rows, and columns, that a pass computes at a time."""
+_PANEL: Final = 1 << 22
+"""So many elements of a tensor are read at a time, or a block."""
 PRODUCTS: Final = ("models/adapters/low_rank.c", "numeric/codes.py")
 """The source of the passes that compute products."""
 _ROWS: Final = ("numeric/floats.py", "models/adapters/low_rank_passes.py")
@@ -316,3 +318,21 @@ def read_singles(
         values = own.view(np.int64) if is_whole else singles(own, one.dtype, math.prod(one.shape))
         found.append(values.astype(np.float32, copy=False).reshape(one.shape))
     return found
+
+
+def read_panels(catalog: Catalog, records: Sequence[Tensor]) -> Iterator[list[Singles]]:
+    """Yield the elements of tensors of one shape as float32, some blocks at a time."""
+    count = math.prod(records[0].shape)
+    # Both are powers of two, so a step is whole blocks of any type.
+    step = max(_PANEL, catalog.block_size)
+    for start in range(0, count, step):
+        end = min(start + step, count)
+        yield [_elements(catalog, one, start, end) for one in records]
+
+
+def _elements(catalog: Catalog, record: Tensor, start: int, end: int) -> Singles:
+    """Return some elements, the first one of a block."""
+    each = catalog.block_size // ITEMSIZES[record.dtype]
+    numbers = range(start // each, -(-end // each))
+    data = catalog.read_blocks([record.block(number) for number in numbers])
+    return singles(data, record.dtype, end - start)

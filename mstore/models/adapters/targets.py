@@ -122,6 +122,18 @@ def is_unchanged(name: str) -> bool:
     return name.endswith(_UNCHANGED)
 
 
+def is_scaled_bias(name: str) -> bool:
+    """Return whether a tensor of an adapter is a bias that counts as often as its product."""
+    return name.endswith(_SCALED_BIAS)
+
+
+def path_of_whole(name: str) -> str:
+    """Return the path, in the trained model, of a tensor that an adapter has whole."""
+    if name.endswith(_BIAS):
+        name = f"{name.removesuffix(_BIAS)}.bias"
+    return _path(name)
+
+
 def targets_of(
     adapter: Collection[str], base: Collection[str], where: str, config: LoraConfig
 ) -> Targets:
@@ -173,7 +185,7 @@ def targets_of(
             if form.startswith("ia3 outputs") and bias in base:
                 products.append(Product(bias, layer, "ia3 outputs", (name,), settings=settings))
     for name in adapter:
-        if name.endswith(_SCALED_BIAS) and config.kind == LORA:
+        if is_scaled_bias(name) and config.kind == LORA:
             layer = _path(name.removesuffix(_SCALED_BIAS))
             tensor = finder.find(f"{layer}.bias")
             used.add(name)
@@ -186,12 +198,10 @@ def targets_of(
         if name in used:
             continue
         is_kept = is_unchanged(name)
-        path = f"{name.removesuffix(_UNCHANGED)}.weight" if is_kept else name
-        if name.endswith(_BIAS):
-            path = f"{name.removesuffix(_BIAS)}.bias"
-        tensor = finder.find(_path(path))
+        path = _path(f"{name.removesuffix(_UNCHANGED)}.weight" if is_kept else path_of_whole(name))
+        tensor = finder.find(path)
         if tensor is None:
-            problems.append(finder.told(_path(path)))
+            problems.append(finder.told(path))
         elif is_kept:
             kept.append((tensor, name))
         elif tensor in changed:

@@ -6,18 +6,22 @@ Tropp 2011, SIAM Review 53(2), algorithm 4.4).  Of a product of two factors
 (`decomposed_product`): exactly, without the product.
 
 Draws are seeded, so a machine gives the same factors each time; another one may differ in the last
-places, as its BLAS sums in another order.
+places, as its BLAS sums in another order.  So what is stored is what counts, and `linear_algebra`
+says what made it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import math
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from mstore.terms.report import Report
+from mstore.terms.sizes import counted
 
 Singles = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -37,6 +41,29 @@ class TruncatedTensor(Report, frozen=True):
     """its name"""
     relative_error: float
     """norm of what is left out, relative to the norm of the matrix"""
+
+
+def linear_algebra() -> str:
+    """Return whose linear algebra this process has: factors depend on it in their last places."""
+    config = cast(dict[str, dict[str, Any]], np.show_config(mode="dicts"))
+    blas = config["Build Dependencies"]["blas"]
+    found = config["SIMD Extensions"].get("found") or [config["Machine Information"]["host"]["cpu"]]
+    how = _openblas() or found[-1]
+    return f"numpy {np.__version__}, {blas['name']} {blas['version']} ({how})"
+
+
+def _openblas() -> str | None:
+    """Return the processor that OpenBLAS computes for, and its threads; None without OpenBLAS."""
+    module = importlib.util.find_spec("numpy.linalg._umath_linalg")
+    # What numpy is linked to is found through it, under the names of its wheels or of systems.
+    library = ctypes.CDLL(None if module is None else module.origin)
+    for before, after in (("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "")):
+        core = getattr(library, f"{before}openblas_get_corename{after}", None)
+        threads = getattr(library, f"{before}openblas_get_num_threads{after}", None)
+        if core is not None and threads is not None:
+            core.restype = ctypes.c_char_p
+            return f"{core().decode()}, {counted(threads(), 'thread')}"
+    return None
 
 
 class Errors:
