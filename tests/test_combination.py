@@ -33,8 +33,9 @@ Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"
 SHAPES = {Q: (90, 140), UP: (200, 64)}
 SEED = 5
 WEIGHTS = {"one": 0.75, "two": -0.5, "three": 1.25}
-FACTORS = [one for one in METHODS.values() if not one.of_products and not one.joins]
-PRODUCTS = [one for one in METHODS.values() if one.of_products]
+PEFTS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
+FACTORS = [METHODS[name] for name in PEFTS]
+PRODUCTS = [METHODS[name] for name in ("svd", *(f"{name}_svd" for name in PEFTS[1:]))]
 
 
 def drawn(seed: int, *shape: int, dtype: Any = np.float32) -> Array:
@@ -294,7 +295,8 @@ def test_joined_factors_have_the_sum_of_the_products(
         Read(drawn(2 * k, rank, 7), drawn(2 * k + 1, 6, rank), scale, weight, k)
         for k, (rank, weight) in enumerate(zip(ranks, weights, strict=False))
     ]
-    down, up = joined(read)
+    found = joined(read)
+    down, up = found.down, found.up
     assert down.shape == (sum(ranks), 7)
     terms = [
         weight * scale * (one.up.astype(np.float64) @ one.down)
@@ -665,10 +667,10 @@ def test_adapters_that_do_not_combine(family: Family, tmp_path: Path) -> None:
     dora.magnitudes = {module: np.ones(shape[0], np.float32) for module, shape in SHAPES.items()}
     family.add("dora", dora)
     refused(family, no, "dora", "use_dora", "merge", experts=["one", "dora"])
-    saved = adapter(42)
-    saved.whole["lm_head.weight"] = drawn(1, 3, 3)
-    family.add("saved", saved)
-    refused(family, no, "saved", "lm_head.weight", "modules_to_save", "merge", experts=["saved"])
+    biased = adapter(42)
+    biased.whole[f"{Q}.lora_B.bias"] = drawn(1, 90)
+    family.add("biased", biased)
+    refused(family, no, "biased", f"{Q}.lora_B.bias", "lora_bias", experts=["biased"])
     family.add("turned", adapter(43, fan_in_fan_out=True))
     refused(family, no, "turned", "fan_in_fan_out", experts=["one", "turned"])
     family.add("tied", adapter(44, ensure_weight_tying=True))

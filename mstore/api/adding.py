@@ -529,28 +529,37 @@ class Adding(OpenStore):
         parameters: Mapping[str, object] | None = None,
         rank: int | None = None,
         dtype: str | Any | None = None,
+        base: Revision | None = None,
         message: str = "",
         progress: ProgressCallback | None = None,
     ) -> CombineReport:
         """Combine several adapters of one base into one, and store it under the ref `name`.
 
-        Methods and parameters are those of PEFT's `add_weighted_adapter` (docs/howto/adapters.md).
+        Methods and parameters are those of PEFT's `add_weighted_adapter` (docs/howto/adapters.md),
+        and of combinations by spectra (docs/howto/spectra.md).
 
         experts: LoRA adapters: revisions, pairs of a revision and its weight, or weights by
         revision.
         method: cat, linear, ties, dare_linear, dare_ties, magnitude_prune, which combine factors;
         svd, ties_svd, dare_linear_svd, dare_ties_svd, magnitude_prune_svd, which combine products
-        and truncate the result.
+        and truncate the result; ties_core, dare_linear_core, dare_ties_core, magnitude_prune_core,
+        which combine products in the space that the factors span; tsv, svc, iso_c, iso_cts,
+        wudi_ridge, which combine singular values and vectors there.
         parameters: by name: density (must be given), majority_sign_method (total or frequency),
-        clamp (a quantile), seed.
-        rank: for methods that truncate, 1 to 4096; None takes the largest of the adapters'.
+        clamp (a quantile), seed; alpha of svc, common_space_fraction of iso_cts, ridge of
+        wudi_ridge.
+        rank: for methods that truncate, 1 to 4096; None takes the largest of the adapters' for svd
+        and its like, the sum of the adapters' for the others, which then leave nothing out.
         dtype: of the factors, bfloat16, float16 or float32; None takes the adapters' own, float32
         if they have several.
+        base: the model that the adapters are of; None takes the one that they were added with.  It
+        is read if adapters have tensors that are not products (norms, biases), whose differences
+        to it are combined.
         message: the reason, in words.
 
         Raises NotFound, BadRequest (a method, a parameter, a rank, a dtype), Incompatible (no
-        adapters, adapters that cannot be combined), Conflict, Corrupt, StorageFailed; then nothing
-        is published.
+        adapters, adapters that cannot be combined, no base), Conflict, Corrupt, StorageFailed; then
+        nothing is published.
         """
         from mstore.merge.combination.combine import combine
         from mstore.merge.combination.methods import setting_of
@@ -563,7 +572,9 @@ class Adding(OpenStore):
         for revision, weight in weighted(experts):
             finite_single(f"the weight of {revision}", weight)
             adapters.append((str(revision), self._input(revision).snapshot, float(weight)))
-        with contents.held(self._catalog, [id for _, id, _ in adapters]):
+        model = None if base is None else self._input(base)
+        used = [id for _, id, _ in adapters] + ([] if model is None else [model.snapshot])
+        with contents.held(self._catalog, used):
             return combine(
                 self._catalog,
                 adapters,
@@ -571,6 +582,7 @@ class Adding(OpenStore):
                 name=name,
                 rank=rank,
                 dtype=None if dtype is None else output_dtype(str(dtype_name(dtype))),
+                base=model,
                 message=message,
                 progress=progress,
             )

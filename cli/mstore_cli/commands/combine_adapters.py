@@ -50,7 +50,9 @@ def combine_adapters(
             metavar="NAME",
             help="How they are combined: cat, linear, ties, dare_linear, dare_ties or "
             "magnitude_prune combine factors; svd, ties_svd, dare_linear_svd, dare_ties_svd or "
-            "magnitude_prune_svd combine products and truncate the result.",
+            "magnitude_prune_svd combine products and truncate the result; with _core in place of "
+            "_svd they combine products in the space of the factors; tsv, svc, iso_c, iso_cts or "
+            "wudi_ridge combine singular values and vectors.",
             shell_complete=completion.combinations,
         ),
     ],
@@ -63,7 +65,8 @@ def combine_adapters(
             "--param",
             metavar="KEY=VALUE",
             help="A parameter of the method: density, majority_sign_method (total or frequency), "
-            "clamp, seed. Repeatable.",
+            "clamp, seed, alpha (svc), common_space_fraction (iso_cts), ridge (wudi_ridge). "
+            "Repeatable.",
         ),
     ] = (),
     rank: Annotated[
@@ -71,8 +74,8 @@ def combine_adapters(
         Option(
             "--rank",
             metavar="R",
-            help="The rank of each product, for methods that truncate "
-            "[default: the largest of the adapters'].",
+            help="The rank of each product, for methods that truncate [default: the largest of "
+            "the adapters' for svd and its like; for others their sum, which leaves nothing out].",
         ),
     ] = None,
     dtype: Annotated[
@@ -83,14 +86,25 @@ def combine_adapters(
             help="The dtype of the factors [default: the adapters' own].",
         ),
     ] = None,
+    base: Annotated[
+        str | None,
+        Option(
+            "--base",
+            metavar="REF",
+            help="The model that the adapters are of [default: the one that they were added with]. "
+            "Norms and biases that adapters have whole are combined by their differences to it.",
+            shell_complete=completion.refs,
+        ),
+    ] = None,
     message: Message = "",
 ) -> None:
     """Combine several LoRA adapters of one base into one.
 
-    It does what PEFT's add_weighted_adapter does. The result is an adapter like any other: a merge
-    takes it as an expert, and PEFT loads its checkout. cat keeps the weighted sum of the products
-    as it is, with the sum of the ranks; svd truncates that sum to a rank, and the report says how
-    much that leaves out.
+    It does what PEFT's add_weighted_adapter does, and more. The result is an adapter like any
+    other: a merge takes it as an expert, and PEFT loads its checkout. cat keeps the weighted sum of
+    the products as it is, with the sum of the ranks; svd truncates that sum to a rank, and the
+    report says how much that leaves out. tsv and its like keep adapters from disturbing each other;
+    fine-tunes become adapters by extract-lora.
     """
     with session.open() as store, session.progress() as tick:
         report = store.combine_adapters(
@@ -100,12 +114,13 @@ def combine_adapters(
             parameters=parse_parameters(param),
             rank=rank,
             dtype=dtype,
+            base=base,
             message=message,
             progress=tick,
         )
         parents = store.show(str(report.snapshot)).parents
         bases = [ref for one in parents if one.role == "base" for ref in one.refs]
-        base = bases[0] if bases else "BASE"
+        applied_to = bases[0] if bases else "BASE"
 
     def human(screen: Screen) -> None:
         if report.new_snapshot:
@@ -118,12 +133,14 @@ def combine_adapters(
             [
                 ("method", report.method),
                 ("products", f"{report.products} of rank {report.rank}{some}"),
+                ("stored whole", report.whole or None),
                 ("dtype", report.dtype),
                 ("size", format_size(report.plain_bytes)),
                 (
                     "left out",
                     None if left_out is None else f"{format_percent(left_out)} of the products",
                 ),
+                ("made with", report.linear_algebra),
                 ("time", format_seconds(report.seconds)),
             ]
         )
@@ -133,7 +150,7 @@ def combine_adapters(
         screen.line()
         screen.command(
             "to apply it",
-            f"mstore merge --base {base} --expert {report.name} --method task_arithmetic "
+            f"mstore merge --base {applied_to} --expert {report.name} --method task_arithmetic "
             "--name REF --virtual",
         )
         screen.command("for PEFT", f"mstore checkout {report.name} DIR")

@@ -1,8 +1,9 @@
-"""Combine: several adapters of one base become one adapter, as PEFT's `add_weighted_adapter` does.
+"""Combine: several adapters of one base become one adapter.
 
 Products of modules that only some adapters have are combined from these.  Every product of the
 result has the same rank: what has a smaller one gets rows and columns of zeros.  The factors of one
 module are in memory at a time; products come in runs, and the combined product is a mapped file.
+The differences of tensors without a product (`whole`) are combined, too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -19,11 +20,12 @@ import numpy as np
 from mstore.checkpoint.declared import CARD
 from mstore.merge.combination.members import INSTEAD, AdapterMember, members_of
 from mstore.merge.combination.methods import CombineSetting
-from mstore.merge.combination.products import Read, joined, truncated, united
+from mstore.merge.combination.products import ModuleProducts, Read
+from mstore.merge.combination.whole import FoundBase, WholeTensor, put_whole, whole_tensors
 from mstore.merge.running.model_card import number_text
-from mstore.models.adapters.extract import branch_for_adapter, put_files
+from mstore.models.adapters.extract import branch_for_adapter, put_files, whole_settings
 from mstore.models.adapters.low_rank import read_singles
-from mstore.models.adapters.truncation import Errors, Singles, TruncatedTensor
+from mstore.models.adapters.truncation import Errors, Singles, TruncatedTensor, linear_algebra
 from mstore.models.made import (
     NAME,
     Publication,
@@ -35,17 +37,17 @@ from mstore.models.made import (
     said,
 )
 from mstore.store.catalog import Catalog
-from mstore.store.models import models_in
+from mstore.store.models import Input, models_in
 from mstore.store.objects.manifest import Manifest
-from mstore.store.objects.snapshot import BASE, COMBINE, EXPERT, Parent
+from mstore.store.objects.snapshot import COMBINE, EXPERT, Parent
 from mstore.store.objects.tensor import Tensor
 from mstore.store.tied import Tied
 from mstore.store.transaction import Transaction
 from mstore.store.view import array_dtype
 from mstore.terms.errors import BadRequest, Incompatible
-from mstore.terms.ids import SnapshotId
+from mstore.terms.ids import ManifestId, SnapshotId
 from mstore.terms.phrases import Option, phrase
-from mstore.terms.report import Progress, ProgressCallback, Report
+from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 MOST: Final = 4096
 """The largest rank that can be asked for."""
@@ -73,6 +75,8 @@ class CombineReport(Report, frozen=True):
     """products of the result"""
     of_some: int
     """how many of them are of modules that not all adapters have"""
+    whole: int
+    """tensors that are stored whole: the base's and combined differences"""
     relative_error: float | None
     """norm of all that truncation leaves out, relative to the norm of the combined products; null
     for methods that do not truncate"""
@@ -80,6 +84,9 @@ class CombineReport(Report, frozen=True):
     """matrices that were truncated, those with the largest errors first"""
     remarks: tuple[str, ...]
     """what is odd about the adapters, as text"""
+    linear_algebra: str | None
+    """what decomposed the matrices, and for which processor: another gives other bits; null for
+    methods that do not truncate"""
     plain_bytes: int
     """size of the adapter"""
     bytes_written: int
@@ -96,14 +103,15 @@ def combine(
     name: str,
     rank: int | None,
     dtype: str | None,
+    base: Input | None,
     message: str,
     progress: ProgressCallback | None = None,
 ) -> CombineReport:
     """Store the combination of adapters under a ref.
 
-    adapters: name, snapshot and weight of each. rank: for methods that truncate, None for the
-    largest of the adapters. dtype: of the factors, BF16, F16 or F32; None for the adapters' own, or
-    F32 if they differ.
+    adapters: name, snapshot and weight of each. rank: for methods that truncate, None for what the
+    method takes. dtype: of the factors, BF16, F16 or F32; None for the adapters' own, or F32 if
+    they differ. base: of the adapters, None for the one that they were added as those of.
 
     Raises BadRequest (a rank), Incompatible (what cannot be combined), Conflict, Corrupt,
     StorageFailed; then nothing is published.
@@ -118,22 +126,23 @@ def combine(
     current = branch_for_adapter(catalog, name)
     every = members_of(catalog, adapters)
     members = _with_weight(every)
-    base, remarks = _base_of(catalog, members)
-    _require_one_name(catalog, base, members)
-    work = _Work.of(members, setting, rank, dtype)
-    card = card_of(catalog, members, setting, rank=work.rank, asked=rank, dtype=dtype)
+    found = FoundBase.of(catalog, members, base)
+    _require_one_name(catalog, found.base, members)
+    work = _Work.of(catalog, members, setting, rank, dtype, found.base)
+    used = found.base if work.whole else None
+    card = card_of(catalog, members, setting, rank=work.rank, asked=rank, dtype=dtype, base=used)
     made = f"{setting}, rank {work.rank}: {_told(members)}"
     with Transaction(catalog, f"combine {name}") as transaction:
         run = _Combiner(catalog, transaction, members, setting, work, progress)
         manifest = run.manifest(card)
-        remarks += (*_odd(every), *work.remarks(rank))
+        remarks = (*found.remarks, *_odd(every), *work.remarks(rank))
         publication = Publication(catalog, transaction)
         record, is_new = publication.put(
             name,
             current,
             manifest,
             COMBINE,
-            (*base, *(Parent(EXPERT, member.snapshot) for member in members)),
+            (*found.parents, *(Parent(EXPERT, member.snapshot) for member in members)),
             message=f"{message} ({made})" if message else made,
             action=f"combine: {made}",
         )
@@ -148,9 +157,11 @@ def combine(
         dtype=work.dtype,
         products=len(work.modules),
         of_some=sum(len(of) < len(members) for of in work.modules.values()),
-        relative_error=run.errors.relative() if setting.method.of_products else None,
+        whole=len(work.whole),
+        relative_error=run.errors.relative() if setting.method.truncates else None,
         tensors=run.errors.tensors(),
         remarks=remarks,
+        linear_algebra=linear_algebra() if setting.method.truncates else None,
         plain_bytes=manifest.plain_bytes(),
         bytes_written=written,
         seconds=time.monotonic() - began,
@@ -158,7 +169,7 @@ def combine(
 
 
 def _check_rank(rank: int, setting: CombineSetting) -> None:
-    if not setting.method.of_products:
+    if not setting.method.truncates:
         raise BadRequest(
             f"the rank of {setting.method.name} follows from the adapters",
             where=Option("rank"),
@@ -196,42 +207,27 @@ def _odd(members: Sequence[AdapterMember]) -> Iterator[str]:
                 break
 
 
-def _base_of(
-    catalog: Catalog, members: Sequence[AdapterMember]
-) -> tuple[tuple[Parent, ...], tuple[str, ...]]:
-    """Return the base that the adapters were added as those of, if they are, else a remark."""
-    stated = [(member, id) for member in members for id in member.bases]
-    contents = {catalog.snapshot(id).manifest for _, id in stated}
-    if len(contents) == 1:
-        return (Parent(BASE, stated[0][1]),), ()
-    if not contents:
-        return (), ()
-    names = {ref.snapshot_id(): name for name, ref in catalog.refs().items()}
-    told = (f"{member.name} of {names.get(id, id.short)}" for member, id in stated)
-    return (), (f"the adapters were added as those of several bases: {', '.join(told)}",)
-
-
 def _require_one_name(
-    catalog: Catalog, base: Sequence[Parent], members: Sequence[AdapterMember]
+    catalog: Catalog, base: Input | None, members: Sequence[AdapterMember]
 ) -> None:
     """Raise Incompatible for adapters that change one tied tensor under different names.
 
     Each alone changes all its names; their combination would have a product for each.
     """
-    for parent in base:
-        model = catalog.manifest_of(parent.snapshot_id())
-        main = models_in(catalog, model).meant(parent.snapshot_id().short)
-        modules = [module for member in members for module in member.products]
-        for group in Tied.of(catalog, model, main, (f"{module}." for module in modules)).groups:
-            own = {one.name: {n for n in group if _module(n) in one.products} for one in members}
-            of = [name for name, names in own.items() if names]
-            if any(own[name] != own[of[0]] for name in of):
-                raise Incompatible(
-                    f"the adapters change {' or '.join(group)}, one tied tensor, under different "
-                    "names",
-                    where=", ".join(of),
-                    hint=INSTEAD,
-                )
+    if base is None:
+        return
+    model = catalog.manifest_of(base.snapshot)
+    main = models_in(catalog, model).meant(base.name)
+    modules = [module for member in members for module in member.products]
+    for group in Tied.of(catalog, model, main, (f"{module}." for module in modules)).groups:
+        own = {one.name: {n for n in group if _module(n) in one.products} for one in members}
+        of = [name for name, names in own.items() if names]
+        if any(own[name] != own[of[0]] for name in of):
+            raise Incompatible(
+                f"the adapters change {' or '.join(group)}, one tied tensor, under different names",
+                where=", ".join(of),
+                hint=INSTEAD,
+            )
 
 
 def _module(tensor: str) -> str:
@@ -239,69 +235,57 @@ def _module(tensor: str) -> str:
 
 
 class _Work(msgspec.Struct, frozen=True):
-    """What to combine: by module, the numbers of the adapters that have it."""
+    """What to combine.
+
+    modules: by module, the numbers of the adapters that have it. whole: tensors without a product,
+    by name.
+    """
 
     modules: dict[str, tuple[int, ...]]
+    whole: Mapping[str, WholeTensor]
     rank: int
     dtype: str
 
     @classmethod
     def of(
         cls,
+        catalog: Catalog,
         members: Sequence[AdapterMember],
         setting: CombineSetting,
         rank: int | None,
         dtype: str | None,
+        base: Input | None,
     ) -> _Work:
         modules = {
             module: tuple(k for k, member in enumerate(members) if module in member.products)
             for module in sorted({module for member in members for module in member.products})
         }
-        if setting.method.of_products:
-            found = rank or max(max(_ranks(members, module, of)) for module, of in modules.items())
-            # No product of the result has a larger rank.
-            found = min(found, max(_most(members, module, of) for module, of in modules.items()))
-        elif setting.method.joins:
-            found = max(sum(_ranks(members, module, of)) for module, of in modules.items())
-        else:
-            found = max(
-                _one_rank(members, module, of, setting.method.name)
-                for module, of in modules.items()
+        found = max(
+            setting.method.rank_of(
+                [members[k].products[module].rank for k in of],
+                module,
+                ", ".join(members[k].name for k in of),
             )
+            for module, of in modules.items()
+        )
+        if setting.method.truncates:
+            # No product of the result has a larger rank.
+            most = max(min(members[of[0]].products[m].shape) for m, of in modules.items())
+            found = min(rank or found, most)
         dtypes = {
             factor.dtype
             for member in members
             for product in member.products.values()
             for factor in (product.up, product.down)
         }
-        return cls(modules, found, dtype or (dtypes.pop() if len(dtypes) == 1 else "F32"))
+        whole = whole_tensors(catalog, members, base, modules)
+        return cls(modules, whole, found, dtype or (dtypes.pop() if len(dtypes) == 1 else "F32"))
 
     def remarks(self, rank: int | None) -> tuple[str, ...]:
         """Return a remark if the rank is not the one that was asked for."""
         if rank is None or rank == self.rank:
             return ()
         return (f"the rank is {self.rank}: no matrix of the adapters can have the rank {rank}",)
-
-
-def _most(members: Sequence[AdapterMember], module: str, of: Sequence[int]) -> int:
-    return min(members[of[0]].products[module].shape)
-
-
-def _ranks(members: Sequence[AdapterMember], module: str, of: Sequence[int]) -> list[int]:
-    return [members[k].products[module].rank for k in of]
-
-
-def _one_rank(members: Sequence[AdapterMember], module: str, of: Sequence[int], method: str) -> int:
-    """Return the rank that all products of a module have.  Raises Incompatible."""
-    ranks = _ranks(members, module, of)
-    if len(set(ranks)) > 1:
-        raise Incompatible(
-            f"{method} adds factors of one rank, and those of {module} have "
-            f"{', '.join(map(str, ranks))}",
-            where=", ".join(members[k].name for k in of),
-            hint=phrase("{cat} or {svd}", cat=Option("method", "cat"), svd=Option("method", "svd")),
-        )
-    return ranks[0]
 
 
 class _Combiner:
@@ -327,15 +311,18 @@ class _Combiner:
     def manifest(self, card: str) -> Manifest:
         """Store the adapter's tensors and files. card: the text of its model card."""
         tensors: dict[str, Tensor] = {}
-        total = sum(self._size(module) for module in self._work.modules)
-        done = 0
-        for module in self._work.modules:
-            # `_rounded` refuses what is not finite.
-            with np.errstate(over="ignore", invalid="ignore"):
+        whole = self._work.whole
+        total = sum(map(self._size, self._work.modules))
+        total += sum(one.base.nbytes for one in whole.values())
+        counter = ProgressCounter("combine", total, self._progress)
+        # What is not finite is refused by name.
+        with np.errstate(over="ignore", invalid="ignore"):
+            for module in self._work.modules:
                 tensors |= self._combined(module)
-            done += self._size(module)
-            if self._progress is not None:
-                self._progress(Progress("combine", done, total))
+                counter(self._size(module))
+            for name, one in whole.items():
+                tensors[name] = self._of_differences(name, one)
+                counter(one.base.nbytes)
         unchanged = {name: id for one in self._members for name, id in one.unchanged.items()}
         records = self._catalog.tensors(list(unchanged.values()))
         tensors |= dict(zip(unchanged, records, strict=True))
@@ -353,13 +340,20 @@ class _Combiner:
                 "lora_alpha": self._work.rank,
                 "fan_in_fan_out": first.config.transposed,
                 "target_modules": list(self._work.modules),
+                **whole_settings([one.name for one in whole.values()]),
             },
             card,
         )
 
     def _size(self, module: str) -> int:
-        products = [self._members[k].products[module] for k in self._work.modules[module]]
-        return sum(product.up.nbytes + product.down.nbytes for product in products)
+        return sum(self._members[k].products[module].nbytes for k in self._work.modules[module])
+
+    def _of_differences(self, name: str, one: WholeTensor) -> Tensor:
+        method = self._setting.method
+        count = len(self._members) if method.takes_mean else 1
+        weights = [member.weight / count for member in self._members]
+        elements = self._setting.elements
+        return put_whole(self._transaction, self._catalog, name, one, weights, elements)
 
     # -- one module ----------------------------------------------------------------------------
 
@@ -369,16 +363,13 @@ class _Combiner:
         read = [self._read(k, member, module) for k, member in of]
         product = of[0][1].products[module]
         names = product.names
-        setting, rank = self._setting, self._work.rank
-        if setting.method.of_products:
+        rank = self._work.rank
+        given = ModuleProducts(module, read, names, self._transaction.directory)
+        found = self._setting.method.combined(given, rank, self._setting)
+        down, up = self._rounded(module, found.down, found.up)
+        if found.squares_left is not None:
             # The error is that of the factors as they are stored.
-            found = truncated(read, module, rank, setting, self._transaction.directory)
-            down, up = self._rounded(module, found.down, found.up)
             self.errors.add(f"{module}.weight", *found.squares_left(down, up))
-        elif setting.method.joins:
-            down, up = self._rounded(module, *joined(read))
-        else:
-            down, up = self._rounded(module, *united(read, names, setting))
         missing = rank - len(down)
         down, up = np.pad(down, ((0, missing), (0, 0))), np.pad(up, ((0, 0), (0, missing)))
         # Those of a convolution have its dimensions.
@@ -427,19 +418,22 @@ def card_of(
     rank: int,
     asked: int | None,
     dtype: str | None,
+    base: Input | None,
 ) -> str:
     """Return the text of README.md.
 
-    rank: of the result. asked, dtype: the rank and the type that were asked for.  Raises Corrupt,
-    StorageFailed.
+    rank: of the result. asked, dtype: the rank and the type that were asked for. base: the one that
+    was read, if any was.  Raises Corrupt, StorageFailed.
     """
     contents = (catalog.snapshot(member.snapshot).manifest_id() for member in members)
     told = [said(catalog, content) for content in contents]
+    of_base = None if base is None else catalog.snapshot(base.snapshot).manifest_id()
     lines = [
         *_front_matter(members, told),
         "",
         *_body(members, told, setting, rank),
-        *("", "## How it was made", "", "```sh", _command(members, told, setting, asked, dtype)),
+        *("", "## How it was made", "", "```sh"),
+        _command(members, told, setting, asked, dtype, of_base),
         "```",
     ]
     return "\n".join(lines) + "\n"
@@ -492,6 +486,7 @@ def _command(
     setting: CombineSetting,
     rank: int | None,
     dtype: str | None,
+    base: ManifestId | None,
 ) -> str:
     words = ["mstore", "combine-adapters"]
     for member, one in zip(members, told, strict=True):
@@ -504,4 +499,6 @@ def _command(
         words += ["--rank", str(rank)]
     if dtype is not None:
         words += ["--dtype", dtype]
+    if base is not None:
+        words += ["--base", base.hex()]
     return f"{shlex.join(words)} --name REF"

@@ -19,7 +19,13 @@ from mstore.models.adapters.config import CONFIG, LORA, MAX_CONFIG, LoraConfig, 
 from mstore.models.adapters.forms import product_shape
 from mstore.models.adapters.image import configs_of, layers_of
 from mstore.models.adapters.low_rank import read_singles
-from mstore.models.adapters.targets import has_keys, is_adapter, is_unchanged, pairs_of
+from mstore.models.adapters.targets import (
+    has_keys,
+    is_adapter,
+    is_scaled_bias,
+    is_unchanged,
+    pairs_of,
+)
 from mstore.models.made import metadata_of
 from mstore.numeric.codes import CODES, cast_hint
 from mstore.store.catalog import Catalog
@@ -62,13 +68,18 @@ class AdapterProduct(msgspec.Struct, frozen=True):
         """Rows and columns of up @ down."""
         return self.up.shape[0], math.prod(self.down.shape[1:])
 
+    @property
+    def nbytes(self) -> int:
+        """Length of both factors in bytes."""
+        return self.up.nbytes + self.down.nbytes
+
 
 class AdapterMember(msgspec.Struct, frozen=True):
     """An adapter to combine.
 
-    products: by module. unchanged: tensors that repeat the base's below a product, by name.
-    settings: its config. bases: what it was added as an adapter of. weights: the path of its file,
-    if its keys say all (it has no config), else None.
+    products: by module. unchanged: tensors that repeat the base's below a product, by name. whole:
+    the others, by name: they replace the base's. settings: its config. bases: what it was added as
+    an adapter of. weights: the path of its file, if its keys say all (it has no config), else None.
     """
 
     name: str
@@ -77,9 +88,16 @@ class AdapterMember(msgspec.Struct, frozen=True):
     config: LoraConfig
     products: Mapping[str, AdapterProduct]
     unchanged: Mapping[str, TensorId]
+    whole: Mapping[str, TensorId]
     settings: Mapping[str, Any]
     bases: tuple[SnapshotId, ...]
     weights: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all its tensors."""
+        factors = [name for one in self.products.values() for name in one.names]
+        return [*factors, *self.unchanged, *self.whole]
 
 
 def members_of(
@@ -145,10 +163,11 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Adapt
         )
     used = {one for pair in pairs for one in pair.names}
     unchanged = {one: id for one, id in tensors.items() if is_unchanged(one)}
-    whole = [one for one in tensors if one not in used and one not in unchanged]
-    if whole:
+    whole = {one: id for one, id in tensors.items() if one not in used and one not in unchanged}
+    biases = [one for one in whole if is_scaled_bias(one)]
+    if biases:
         raise Incompatible(
-            f"has tensors that are not products: {few(whole, _NAMED)} (modules_to_save, bias)",
+            f"has biases of its products: {few(biases, _NAMED)} (lora_bias)",
             where=name,
             hint=INSTEAD,
         )
@@ -169,7 +188,7 @@ def _member(catalog: Catalog, name: str, id: SnapshotId, weight: float) -> Adapt
         raise Incompatible("has two products for one module", where=name)
     for module, product in products.items():
         _require_matrices(module, product, config, name)
-    return AdapterMember(name, id, weight, config, products, unchanged, settings, bases)
+    return AdapterMember(name, id, weight, config, products, unchanged, whole, settings, bases)
 
 
 _PLAIN: Final = parse_config(b'{"peft_type": "LORA"}', "an adapter")
@@ -206,7 +225,7 @@ def _of_keys(
         )
     for module, product in products.items():
         _require_matrices(module, product, None, name)
-    return AdapterMember(name, id, weight, _PLAIN, products, {}, {}, bases, file)
+    return AdapterMember(name, id, weight, _PLAIN, products, {}, {}, {}, bases, file)
 
 
 def _require_matrices(

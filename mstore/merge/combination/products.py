@@ -1,11 +1,6 @@
 """The combined product of one module, as two factors, from the factors of the adapters.
 
 Everything here is in memory but a combined product of many elements, which is a mapped file.
-
-Elements are combined in float32, in the order of the adapters, one operation after the other as
-PEFT's, never fused: so the result depends on nothing but the elements.  Matrices come in runs of
-elements, those of all in the same steps, and may come several times: thresholds are found by
-counting, so none is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -18,14 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from mstore import fs
-from mstore.merge.arithmetic import masks
-from mstore.merge.arithmetic.masks import mask_key
-from mstore.merge.combination.methods import FREQUENCY, CombineSetting, Select
+from mstore.merge.combination.elements import ElementRule, Term
 from mstore.models.adapters.low_rank import Factors
 from mstore.models.adapters.truncation import (
     Doubles,
@@ -35,9 +26,6 @@ from mstore.models.adapters.truncation import (
     norm_of_product,
     squares_left,
 )
-from mstore.numeric import halves
-from mstore.numeric.codes import INFINITIES
-from mstore.numeric.halves import Bits
 from mstore.terms.errors import Incompatible
 
 _RUN: Final = 1 << 22
@@ -74,101 +62,123 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Truncated:
-    """A combined product, truncated.
+class ModuleProducts:
+    """What the adapters have for one module.
 
-    squares_left: of lora_A and lora_B, the squared norms of the combined product and of what they
-    leave of it.
+    names: of lora_A and lora_B. directory: for files without a name.
+    """
+
+    name: str
+    read: Sequence[Read]
+    names: tuple[str, str]
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Combined:
+    """lora_A and lora_B of the result.
+
+    squares_left: of them as they are stored, the squared norms of the combined product and of what
+    they leave of it; None of factors that are combined as they are.
     """
 
     down: Singles
     up: Singles
-    squares_left: Callable[[Singles, Singles], tuple[float, float]]
+    squares_left: Callable[[Singles, Singles], tuple[float, float]] | None = None
 
 
-def joined(read: Sequence[Read]) -> tuple[Singles, Singles]:
-    """Return lora_A and lora_B whose product is the weighted sum of the products."""
+def joined(read: Sequence[Read]) -> Combined:
+    """Return factors whose product is the weighted sum of the products."""
     down = [np.float32(one.scale) * (np.float32(one.weight) * one.down) for one in read]
-    return np.concatenate(down), np.concatenate([one.up for one in read], axis=1)
+    return Combined(np.concatenate(down), np.concatenate([one.up for one in read], axis=1))
 
 
-def united(
-    read: Sequence[Read], names: tuple[str, str], setting: CombineSetting
-) -> tuple[Singles, Singles]:
-    """Return lora_A and lora_B, each combined from those of the adapters; names: theirs."""
-    weights = [one.weight * one.scale for one in read]
+def united(module: ModuleProducts, elements: ElementRule) -> Combined:
+    """Return factors that are each combined from those of the adapters."""
+    weights = [one.weight * one.scale for one in module.read]
     roots = [math.sqrt(abs(weight)) for weight in weights]
     # lora_A has the sign: on both it would be lost.
     signed = [math.copysign(root, weight) for root, weight in zip(roots, weights, strict=True)]
-    return (
-        _combined([one.down for one in read], signed, read, names[0], setting),
-        _combined([one.up for one in read], roots, read, names[1], setting),
+    downs, ups = [one.down for one in module.read], [one.up for one in module.read]
+    return Combined(
+        _united(downs, signed, module, module.names[0], elements),
+        _united(ups, roots, module, module.names[1], elements),
     )
 
 
-def _combined(
+def _united(
     factors: Sequence[Singles],
     weights: Sequence[float],
-    read: Sequence[Read],
+    module: ModuleProducts,
     name: str,
-    setting: CombineSetting,
+    elements: ElementRule,
 ) -> Singles:
     terms = [
-        Term(partial(_whole, factor.reshape(-1)), weight, one.position)
-        for factor, weight, one in zip(factors, weights, read, strict=True)
+        Term(in_one_run(factor), weight, one.position)
+        for factor, weight, one in zip(factors, weights, module.read, strict=True)
     ]
-    (found,) = combined(terms, name, factors[0].size, setting)
+    (found,) = elements.combined(terms, name, factors[0].size)
     return found.reshape(factors[0].shape)
 
 
-def _whole(elements: Singles) -> Iterator[Singles]:
-    """Yield all elements in one run."""
-    yield elements
+def in_one_run(values: Singles) -> Callable[[], Iterator[Singles]]:
+    """Return a source of all elements of a matrix in one run."""
+    return lambda: iter([values.reshape(-1)])
 
 
-def truncated(
-    read: Sequence[Read], module: str, rank: int, setting: CombineSetting, directory: Path
-) -> Truncated:
-    """Return factors of at most a rank whose product is near the combined products.
+def of_elements(
+    module: ModuleProducts, rank: int, elements: ElementRule, clamp: float | None
+) -> Combined:
+    """Return factors of at most a rank whose product is near the combined products."""
+    if elements.is_sum:
+        # A sum of products is a product: no matrix is needed.
+        left = np.concatenate([one.up.astype(np.float64) for one in module.read], axis=1)
+        right = np.concatenate(
+            [one.weight * one.scale * one.down.astype(np.float64) for one in module.read]
+        )
+        return of_product(left, right, rank, clamp)
+    matrix = _product(module, elements)
+    seed = zlib.crc32(module.name.encode())
+    found = decomposed(matrix, min(rank, *matrix.shape), seed=seed)
+    return Combined(*_truncated(*found, rank, clamp), partial(_left_of_matrix, matrix))
+
+
+def of_product(left: Doubles, right: Doubles, rank: int, clamp: float | None = None) -> Combined:
+    """Return factors of at most a rank whose product is near left @ right."""
+    u, values, v = decomposed_product(left, right)
+    measure = partial(_left_of_product, left, right, float(np.square(values).sum()))
+    return Combined(*_truncated(u, values, v, rank, clamp), measure)
+
+
+def _truncated(
+    u: Singles | Doubles,
+    values: Singles | Doubles,
+    v: Singles | Doubles,
+    rank: int,
+    clamp: float | None,
+) -> tuple[Singles, Singles]:
+    """Return lora_A and lora_B of a decomposition.
 
     lora_A has singular vectors, lora_B the others times the singular values, as PEFT's have.
-    directory: for a file without a name.
     """
-    u: Singles | Doubles
-    values: Singles | Doubles
-    v: Singles | Doubles
-    keeps_all = setting.method.select is Select.ALL or setting.density >= 1
-    if keeps_all and not setting.method.elects:
-        # A sum of products is a product: no matrix is needed.
-        left = np.concatenate([one.up.astype(np.float64) for one in read], axis=1)
-        right = np.concatenate(
-            [one.weight * one.scale * one.down.astype(np.float64) for one in read]
-        )
-        u, values, v = decomposed_product(left, right)
-        measure = partial(_left_of_product, left, right, float(np.square(values).sum()))
-    else:
-        matrix = _product(read, module, setting, directory)
-        seed = zlib.crc32(module.encode())
-        u, values, v = decomposed(matrix, min(rank, *matrix.shape), seed=seed)
-        measure = partial(_left_of_matrix, matrix)
     up = (u[:, :rank] * values[:rank]).astype(np.float32)
     down = v[:rank].astype(np.float32)
-    if setting.clamp is not None:
-        high = np.quantile(np.concatenate([up.reshape(-1), down.reshape(-1)]), setting.clamp)
+    if clamp is not None:
+        high = np.quantile(np.concatenate([up.reshape(-1), down.reshape(-1)]), clamp)
         down, up = (np.clip(one, -high, high).astype(np.float32) for one in (down, up))
-    return Truncated(down, up, measure)
+    return down, up
 
 
-def _product(
-    read: Sequence[Read], module: str, setting: CombineSetting, directory: Path
-) -> Singles:
-    terms = [Term(partial(_finite, one, module), one.weight, one.position) for one in read]
-    size = math.prod(read[0].shape)
-    runs = combined(terms, f"{module}.weight", size, setting)
-    data = fs.unnamed(directory, (run.tobytes() for run in runs))
-    matrix = np.frombuffer(data, dtype=np.float32).reshape(read[0].shape)
+def _product(module: ModuleProducts, elements: ElementRule) -> Singles:
+    shape = module.read[0].shape
+    terms = [
+        Term(partial(_finite, one, module.name), one.weight, one.position) for one in module.read
+    ]
+    runs = elements.combined(terms, f"{module.name}.weight", math.prod(shape))
+    data = fs.unnamed(module.directory, (run.tobytes() for run in runs))
+    matrix = np.frombuffer(data, dtype=np.float32).reshape(shape)
     if not np.isfinite(matrix).all():
-        raise _not_finite(module)
+        raise not_finite(module.name)
     return matrix
 
 
@@ -176,11 +186,12 @@ def _finite(one: Read, module: str) -> Iterator[Singles]:
     """Yield the runs of a product.  Raises Incompatible, as elections do not count a NaN."""
     for run in one.runs():
         if not np.isfinite(run).all():
-            raise _not_finite(module)
+            raise not_finite(module)
         yield run
 
 
-def _not_finite(module: str) -> Incompatible:
+def not_finite(module: str) -> Incompatible:
+    """Return the error of a module whose combined product float32 does not hold."""
     return Incompatible("its product has elements that are not finite", where=module)
 
 
@@ -193,98 +204,3 @@ def _left_of_product(
 
 def _left_of_matrix(matrix: Singles, down: Singles, up: Singles) -> tuple[float, float]:
     return squares_left(matrix, up, down)
-
-
-Source = Callable[[], Iterator[Singles]]
-"""Gives the elements of one matrix, from the first on, in runs; each call begins anew."""
-
-
-class Term(msgspec.Struct, frozen=True):
-    """One of the matrices: its elements, its weight, and which adapter, from 0, it is of."""
-
-    source: Source
-    weight: float
-    position: int
-
-
-def combined(
-    terms: Sequence[Term], name: str, size: int, setting: CombineSetting
-) -> Iterator[Singles]:
-    """Yield the combined elements, in the runs of the sources.
-
-    name, size: of the matrices; draws follow from the name, and densities are shares of the size.
-    """
-    kept = [_kept(term, name, size, setting) for term in terms]
-    weights = [np.float32(term.weight) for term in terms]
-    for parts in zip(*kept, strict=True):
-        if setting.method.elects:
-            yield _elected(parts, weights, setting.sign)
-        else:
-            yield _summed([weight * part for weight, part in zip(weights, parts, strict=True)])
-
-
-def _kept(term: Term, name: str, size: int, setting: CombineSetting) -> Iterator[Singles]:
-    """Return the elements of one matrix that count; 0 in place of the others."""
-    if setting.method.select is Select.ALL or setting.density >= 1:
-        return term.source()
-    if setting.method.select is Select.LARGEST:
-        return _largest(term.source, int(setting.density * size))
-    key = mask_key(setting.seed, term.position, name)
-    return _drawn(term.source(), key, setting.density)
-
-
-def _drawn(
-    runs: Iterator[Singles], key: npt.NDArray[np.uint32], density: float
-) -> Iterator[Singles]:
-    limit = round(density * 2.0**32)
-    first = 0
-    for values in runs:
-        yield values * masks.even(key, first, values.size, limit) / np.float32(density)
-        first += values.size
-
-
-def _largest(source: Source, count: int) -> Iterator[Singles]:
-    """Yield the `count` elements of the largest magnitude; of equal ones the first."""
-    threshold, equal = _threshold(source, count)
-    for values in source():
-        bits = _magnitude_bits(values)
-        at = np.flatnonzero(bits == threshold)[:equal]
-        equal -= at.size
-        keep = bits > threshold
-        keep[at] = True
-        yield np.where(keep, values, np.float32(0))
-
-
-def _threshold(source: Source, count: int) -> tuple[int, int]:
-    """Return the bits of the count-th largest magnitude, and how many equal to it are kept."""
-    if count == 0:
-        return INFINITIES["F32"], 0
-    high, left = halves.place(halves.uppers(map(_magnitude_bits, source())), count)
-    low, left = halves.place(halves.lowers(map(_magnitude_bits, source()), high), left)
-    return halves.joined(high, low), left
-
-
-def _magnitude_bits(values: Singles) -> Bits:
-    """Return numbers that order as the magnitudes do."""
-    return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
-
-
-def _summed(parts: Sequence[Singles]) -> Singles:
-    total = np.zeros_like(parts[0])
-    for part in parts:
-        total += part
-    return total
-
-
-def _elected(parts: Sequence[Singles], weights: Sequence[np.float32], method: str) -> Singles:
-    """Return the mean of the weighted elements that have the sign of the majority; of none, 0."""
-    signs = [np.sign(part) for part in parts]
-    votes = _summed(signs if method == FREQUENCY else parts)
-    majority = np.where(votes >= 0, np.float32(1), np.float32(-1))
-    agree = [sign == majority for sign in signs]
-    shares = [
-        np.where(one, weight * part, np.float32(0))
-        for one, weight, part in zip(agree, weights, parts, strict=True)
-    ]
-    count = _summed([one.astype(np.float32) for one in agree])
-    return np.divide(_summed(shares), np.maximum(count, np.float32(1)), dtype=np.float32)
