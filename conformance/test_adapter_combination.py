@@ -21,7 +21,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import merge_utils
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_adapters import (
     ATTENTION,
     BASES,
@@ -39,7 +39,6 @@ from mstore import MergeRequest
 from mstore.api.reports import CombineReport
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.masks import mask_key
-from mstore.terms.errors import Incompatible
 
 SEED = 11
 EXACT = 3
@@ -409,10 +408,48 @@ def test_a_result_is_not_scaled_twice(bases: Bases) -> None:
     assert {layer.scaling["default"] for layer in layers} == {1.0}
 
 
+@pytest.mark.parametrize("method", ["cat", "tsv", "svc", "iso_cts", "wudi_ridge", "ties_core"])
+@pytest.mark.parametrize("name", ["llama fp32", "qwen fp32"])
+def test_peft_loads_combined_fine_tunes(bases: Bases, name: str, method: str) -> None:
+    """Three fine-tunes of all weights, norms and biases too, extracted and combined: PEFT loads
+    every tensor, and its merged model is mstore's."""
+    base = bases.path(name)
+    before = load_file(base / "model.safetensors")
+    experts = [f"lora-{base.name}-{number}" for number in range(3)]
+    if experts[0] not in bases.store:
+        for number, expert in enumerate(experts):
+            generator = torch.Generator().manual_seed(number)
+            path = bases.root / f"{base.name}-tuned-{number}"
+            shutil.copytree(base, path)
+            tuned = {
+                key: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
+                for key, tensor in before.items()
+            }
+            save_file(tuned, path / "model.safetensors", metadata={"format": "pt"})
+            bases.store.add(path, name=path.name)
+            bases.store.extract_lora(path.name, base.name, name=expert, rank=4, dtype="float32")
+    parameters = {"density": 0.5} if method == "ties_core" else {}
+    report = bases.store.combine_adapters(experts, method, name="tunes", parameters=parameters)
+    assert report.whole
+    out = bases.root / "tunes"
+    shutil.rmtree(out, ignore_errors=True)
+    bases.store.checkout("tunes", out)
+    model = PeftModel.from_pretrained(load(base, torch.float64), out, autocast_adapter_dtype=False)
+    merged = model.merge_and_unload().state_dict()
+    plan = bases.store.plan(
+        MergeRequest(base=base.name, experts=["tunes"], method="task_arithmetic", dtype="float32")
+    )
+    bases.store.merge(plan, name="applied")
+    for key, tensor in before.items():
+        ours = torch.from_numpy(bases.store["applied"].tensor(key)).double()
+        assert not torch.equal(ours, tensor.double()), key
+        assert float((ours - merged[key]).norm()) <= 4e-7 * float(merged[key].norm()), key
+
+
 def test_what_peft_drops(bases: Bases) -> None:
     """PEFT's result lacks the modules that the first adapter's layers leave out, and has the base's
-    weights for a module that one adapter trained whole; mstore keeps the first, and refuses the
-    second."""
+    weights for a module that one adapter trained whole; mstore keeps the first, and combines the
+    differences of the second to the base."""
     layers = Combination("layers", "linear", ({"layers_to_transform": [0]}, {}), (1.0, 1.0))
     paths = adapters_of(bases, layers)
     theirs, ours = by_peft(bases, layers, paths), ours_of(bases, layers, paths)
@@ -426,5 +463,7 @@ def test_what_peft_drops(bases: Bases) -> None:
     name = "base_model.model.lm_head.weight"
     assert torch.equal(found[name], base)
     assert not torch.equal(trained_head[name], base)
-    with pytest.raises(Incompatible, match="lm_head"):
-        combined(bases, saved, paths)
+    experts = [(path.name, 0.5) for path in paths]
+    bases.store.combine_adapters(experts, "linear", name="mixed", base=bases.path(saved.base).name)
+    ours_head = torch.from_numpy(bases.store["mixed"].tensor(name))
+    assert torch.allclose(ours_head, (base + trained_head[name]) / 2, atol=1e-6)
