@@ -32,6 +32,7 @@ import page_mergekit
 import page_methods
 import page_moe
 import page_mounts
+import page_neurons
 import page_paper
 import page_peers
 import page_planning
@@ -85,6 +86,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "adapters": page_adapters.section,
     "moe": page_moe.section,
     "moe_quality": page_moe.quality,
+    "neurons": page_neurons.section,
     "image_disk": page_image_disk.section,
     "draft": page_draft.section,
     "mounts": page_mounts.section,

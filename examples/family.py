@@ -413,9 +413,9 @@ def silence_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def new_model(size: Size) -> LlamaForCausalLM:
-    """Return an untrained model, always the same for one size."""
-    torch.manual_seed(SEED)
+def new_model(size: Size, seed: int = SEED) -> LlamaForCausalLM:
+    """Return an untrained model, always the same for one size and seed."""
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(size.config())
     # transformers starts all weights at 0.02: the first layer's output then drowns the tokens, and
     # after 300 steps the loss is 0.1 to 0.2 higher.

@@ -12,6 +12,7 @@ GROUPS = {
             "check-merge",
             "analyze",
             "align",
+            "permute",
             "cast",
             "extract-lora",
             "combine-adapters",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mstore.merge.running.outstanding import Outstanding
     from mstore.merge.running.runners import Workers
     from mstore.merge.virtual.deferred import MaterializeReport
+    from mstore.models.neurons.permute import PermuteReport
     from mstore.models.vocabulary.align import AlignReport
     from mstore.models.vocabulary.transplant import TransplantReport
     from mstore.store.models import Input
@@ -354,6 +355,56 @@ class Merging(Exchanging):
                 name,
                 message=message,
                 threads=thread_count(threads),
+                progress=progress,
+            )
+
+    def permute(
+        self,
+        model: Revision,
+        *,
+        name: str,
+        to: Revision | None = None,
+        permutation: Revision | None = None,
+        message: str = "",
+        progress: ProgressCallback | None = None,
+    ) -> PermuteReport:
+        """Store a model on the branch `name`, its neurons in the order of another model's.
+
+        For models of different pretraining, which have the same channels, neurons and heads at
+        other places: merge the result with the other model.  Fine-tunes of one base are aligned.
+        The residual stream, the neurons of each MLP, the groups of heads and the heads in them get
+        another order, and channels another sign, as far as the model computes the same then:
+        elements are moved and signs flipped.  Architectures: llama, mistral, qwen2, qwen3, gpt2,
+        vit; types: BF16, F16, F32.
+
+        to: the model whose order it gets, by weight matching; that needs scipy.  What is found is
+        stored on a branch below `prepared/`, and taken from there the next time.
+        permutation: in its place, such a branch: for the fine-tunes of a model that was permuted.
+        message: the reason, in words.
+
+        Memory: two tensors as they are stored, and of the largest MLP a matrix of neurons x neurons
+        in float64, which for 14,336 neurons is 1.6 GB.
+
+        Raises BadRequest, NotFound, Incompatible (other architectures, sizes or types, an adapter,
+        models that are aligned already), Unavailable (scipy is missing), BadName, Conflict,
+        Corrupt, StorageFailed; then nothing is on the branch.
+        """
+        from mstore.models.neurons.permute import permute
+
+        layouts.require_writable(self._catalog.layout)
+        given, *others = (
+            None if one is None else self._input(one) for one in (model, to, permutation)
+        )
+        assert given is not None
+        used = [one.snapshot for one in (given, *others) if one is not None]
+        with contents.held(self._catalog, used):
+            return permute(
+                self._catalog,
+                given,
+                name,
+                to=others[0],
+                permutation=others[1],
+                message=message,
                 progress=progress,
             )
 

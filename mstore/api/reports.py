@@ -43,6 +43,7 @@ from mstore.models.adapters.extract import ExtractReport
 from mstore.models.adapters.truncation import TruncatedTensor
 from mstore.models.cast import CastReport
 from mstore.models.compare import ComparedModel, ComparedPair, ComparedPart, CompareReport
+from mstore.models.neurons.permute import MovedKind, PermuteReport
 from mstore.models.stats.analysis import AnalyzeReport
 from mstore.models.vocabulary.align import AlignedModel, AlignReport
 from mstore.models.vocabulary.transplant import NewToken, StandIn, TokenClass, TransplantReport
@@ -167,6 +168,7 @@ __all__ = [
     "MethodReport",
     "MetricsRow",
     "MigrateReport",
+    "MovedKind",
     "MovedRef",
     "NewToken",
     "NotFiniteTensor",
@@ -175,6 +177,7 @@ __all__ = [
     "OriginState",
     "ParameterReport",
     "ParentReport",
+    "PermuteReport",
     "PinReport",
     "PlanReport",
     "PrefetchReport",

@@ -82,6 +82,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "analyze": ("analyze", "tuned", "--base", "base"),
     "check-merge": ("check-merge", "--base", "base", "--expert", "tuned"),
     "align": ("align", "tuned", "--to", "base", "--name", "aligned"),
+    "permute": ("permute", "tuned", "--to", "base", "--name", "permuted"),
     "cast": ("cast", "base", "--dtype", "float32", "--name", "wide"),
     "methods": ("methods",),
     "plan": ("plan", *_MERGE[1:]),
