@@ -115,25 +115,3 @@ def kept_turns(
             found = made
         _kept[key] = found
         return found
-
-
-def packed(gram: npt.ArrayLike, width: int) -> Bytes:
-    """Return a Gram matrix, float[inputs, inputs], as it lies at rest, in blocks of `width`.
-
-    Of products outside of the blocks nothing is kept.
-    """
-    whole = np.asarray(gram, dtype=np.float64)
-    inputs = len(whole)
-    blocks = -(-inputs // width)
-    found = np.zeros((blocks, bytes_of(width)), dtype=np.uint8)
-    below = np.tril_indices(width, -1)
-    for number in range(blocks):
-        part = np.zeros((width, width))
-        own = whole[number * width : (number + 1) * width, number * width : (number + 1) * width]
-        part[: len(own), : len(own)] = own
-        roots = np.sqrt(np.diag(part)).astype("<f4")
-        scale = np.where(roots > 0, roots, 1).astype(np.float64)
-        correlations = np.rint(127 * part / scale[:, None] / scale)[below]
-        found[number, : 4 * width] = roots.view(np.uint8)
-        found[number, 4 * width :] = np.clip(correlations, -127, 127).astype(np.int8).view(np.uint8)
-    return found
