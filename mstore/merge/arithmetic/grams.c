@@ -96,7 +96,7 @@ static double eighth_power(const float *matrix, i64 width, double *gram, double 
 /* packed: of each expert, `blocks` as above, 4 width + width (width - 1) / 2 bytes each.  weights:
    float64[experts], and the sum of them all; then shrink.  scratch: float64[(2 width + 3) width].
    out: float32[experts, blocks, width, width].  norms: of each expert, the largest of its
-   blocks' `eighth_power`.  state: the number of a block of S that is
+   blocks' `eighth_power`, or null.  state: the number of a block of S that is
    not positive definite, or -1. */
 int mstore_pass(void *returned, void *raised, const u8 *const *packed, i64 experts, i64 blocks,
                 i64 width, const double *weights, double *scratch, float *out, double *norms,
@@ -106,7 +106,7 @@ int mstore_pass(void *returned, void *raised, const u8 *const *packed, i64 exper
     double *sum = scratch, *own = sum + square, *roots = own + square;
     double *ours = roots + width, *row = ours + width;
     *state = -1;
-    for (i64 k = 0; k < experts; k++)
+    for (i64 k = 0; norms && k < experts; k++)
         norms[k] = 0;
     for (i64 block = 0; block < blocks; block++) {
         for (i64 i = 0; i < width; i++) {
@@ -141,6 +141,7 @@ int mstore_pass(void *returned, void *raised, const u8 *const *packed, i64 exper
                 for (i64 j = 0; j < width; j++)
                     to[i * width + j] = left * row[j] / (roots[j] > 0 ? roots[j] : 1);
             }
+            if (!norms) continue;
             const double power = eighth_power(to, width, own, row);
             norms[k] = power > norms[k] ? power : norms[k];
         }

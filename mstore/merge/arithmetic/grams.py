@@ -42,7 +42,7 @@ class Turns(msgspec.Struct, frozen=True, eq=False):
     """What the differences of each expert are multiplied by, from the right.
 
     matrices: float32[K, blocks, width, width]. norms: float64[K], not less than the largest
-    singular value of any of an expert's.
+    singular value of any of an expert's; empty if they were not asked for.
     """
 
     matrices: Singles
@@ -66,7 +66,9 @@ def is_sound(packed: Bytes, width: int) -> bool:
     return bool(((roots >= 0) & (roots < np.inf)).all())
 
 
-def turns(packed: Sequence[Bytes], weights: Sequence[float], shrink: float) -> Turns | int:
+def turns(
+    packed: Sequence[Bytes], weights: Sequence[float], shrink: float, *, norms: bool = True
+) -> Turns | int:
     """Return M_k of each expert; or the number of a block whose sum cannot be inverted.
 
     packed: of each expert, uint8[blocks, size], all of one shape. weights: of the experts, w_k G_k
@@ -82,16 +84,16 @@ def turns(packed: Sequence[Bytes], weights: Sequence[float], shrink: float) -> T
     count, state = len(own), np.zeros(1, dtype=np.int64)
     scratch = np.empty((2 * width + 3) * width)
     found = np.empty((count, blocks, width, width), dtype=np.float32)
-    norms = np.empty(count)
+    values = np.empty(count if norms else 0)
     _turns(
         *(address(places), count, blocks, width, address(given), address(scratch)),
-        *(address(found), address(norms), address(state)),
+        *(address(found), address(values) if norms else 0, address(state)),
     )
     if state[0] >= 0:
         return int(state[0])
     # Rounded up.  A sum of `width` products is off by so many units of the sum of its magnitudes,
     # and that norm is at most the root of `width` times the other, for both factors.
-    return Turns(found, np.sqrt(np.sqrt(np.sqrt(norms))) * (1 + 2.0**-50 * (width + 2) ** 2))
+    return Turns(found, np.sqrt(np.sqrt(np.sqrt(values))) * (1 + 2.0**-50 * (width + 2) ** 2))
 
 
 _kept: dict[bytes, Turns] = {}
@@ -110,7 +112,7 @@ def kept_turns(
         if found is None:
             while len(_kept) >= KEPT:
                 del _kept[next(iter(_kept))]
-            made = turns(packed, weights, shrink)
+            made = turns(packed, weights, shrink, norms=False)
             assert isinstance(made, Turns), "planning has inverted it"
             found = made
         _kept[key] = found
