@@ -79,13 +79,18 @@ class Companion(msgspec.Struct, frozen=True):
         return same and record.dtype in self.dtypes
 
     def __str__(self) -> str:
-        return self.role.capitalize()
+        return self.role.capitalize() if self.of else f"{self.role} model"
+
+    @property
+    def any(self) -> str:
+        """One of them, for a sentence."""
+        return f"{'an' if self.role[0] in 'aeiou' else 'a'} {self}"
 
     @property
     def words(self) -> str:
         """What a method takes, for a sentence."""
         whose = {EXPERT: " for each expert", BASE: " for the base", None: ""}
-        return f"a {self}{whose[self.of]}"
+        return f"{self.any}{whose[self.of]}"
 
 
 def split(

@@ -102,7 +102,7 @@ def moe_plan(
         base.manifest,
         [*(one.manifest for one in members), routers],
         [base.name, *(one.name for one in members), ROUTERS],
-        companions=[ROUTERS],
+        companions=[(ROUTERS, None)],
     )
     taken: list[Taken] = []
     dropped: list[str] = []

@@ -286,6 +286,7 @@ def _check_companions(
         lacking = [names[of] for of in places if of is not None and of not in found]
         has = "has" if len(lacking) == 1 else "have"
         told = f"{few(lacking)} {has} none" if lacking else "and nothing else has one"
+        told = told if found else "none is given" if asked.of is None else told
         whose = {EXPERT: f":{next(iter(lacking), 'EXPERT')}", BASE: f":{BASE}", None: ""}
         raise BadRequest(
             f"{method.name} takes {asked.words}: {told}",

@@ -209,7 +209,7 @@ class Surveyor:
             *(self._catalog, base, experts, names),
             choice=request.choice,
             fill=fill,
-            companions=[role for role, _ in request.companions],
+            companions=request.companions,
             only=request.only,
             skip=request.skip,
         )
@@ -339,7 +339,7 @@ class Surveyor:
             if names and not request.allow_missing:
                 allowed = Option("allow_missing", True)
                 raise Incompatible(
-                    f"{verb} {few(names)}: a {one} has the tensors of the model",
+                    f"{verb} {few(names)}: {one.any} has the tensors of the model",
                     where=where,
                     hint=phrase(
                         "{allowed} leaves an expert out of the tensors that its {role} lacks",
@@ -360,7 +360,7 @@ class Surveyor:
                 whose = "the model's shape" if one.is_read else "the shape"
                 lengths = ", ".join("any" if length is None else str(length) for length in shape)
                 raise Incompatible(
-                    f"{name} is {record.dtype} {list(record.shape)}: a {one} has {whose}, "
+                    f"{name} is {record.dtype} {list(record.shape)}: {one.any} has {whose}, "
                     f"[{lengths}], and is {', '.join(sorted(one.dtypes))}",
                     where=where,
                 )

@@ -57,6 +57,10 @@ def stand_ins(base: Names, own: Names) -> dict[str, TensorId]:
     }
 
 
+Companions = Sequence[tuple[str, int | None]]
+"""The role of each, and the number of what it belongs to (`PlanInput.of`)."""
+
+
 class ModelChoice(msgspec.Struct, frozen=True):
     """Which models of its inputs a merge takes: of the base, and of each expert; None: not said."""
 
@@ -117,7 +121,7 @@ class Inputs:
     base: its tensors. experts: those of each expert, with the base's names. names: what errors call
     the base and the experts, in their order; ids otherwise. choice: the models to take; without, of
     the base all, but those in `without`. fill: in a model that lacks tensors of the base, the
-    base's stand for them. companions: the roles of the last of the experts: of
+    base's stand for them. companions: the last of the experts: of
     what they lack, too, the base's hold the place. lacking: the names of what an expert lacks, for
     each; none without `fill`, but for companions. without, only, skip: as in `ModelPairs`.
 
@@ -134,7 +138,7 @@ class Inputs:
         *,
         choice: ModelChoice | None = None,
         fill: bool = False,
-        companions: Sequence[str] = (),
+        companions: Companions = (),
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
     ) -> None:
@@ -173,18 +177,19 @@ class Inputs:
         """Each expert, without the companions."""
 
     def _taken(
-        self, own: Models, ours: str, theirs: str, where: str, companions: Sequence[str]
+        self, own: Models, ours: str, theirs: str, where: str, companions: Companions
     ) -> Mapping[str, TensorId]:
         """Return what a model of an expert makes of one of the base, by the base's names.
 
-        companions: the roles of all; without them an adapter counts as what it makes of the base.
+        companions: all; without one of a model an adapter counts as what it makes of the base.
         """
         tensors = own.in_model(theirs)
         base = self._models.in_model(ours)
         has_config = own.manifest.file(own.named[theirs].path(CONFIG)) is not None
         if self._takes_adapters and is_any_adapter(tensors, base, has_config):
-            if companions:
-                role = companions[0].capitalize()
+            roles = [role for role, of in companions if of is not None]
+            if roles:
+                role = roles[0].capitalize()
                 raise Incompatible(
                     f"an adapter, and a {role} is one of a whole model's tensors",
                     where=where,
@@ -213,7 +218,7 @@ class Inputs:
                 *(catalog, base.manifest_id(), experts),
                 choice=choice,
                 fill=plan.allow_missing,
-                companions=[one.role for one in plan.companions],
+                companions=[(one.role, one.of) for one in plan.companions],
                 only=plan.criteria.only,
                 skip=plan.criteria.skip,
             )
