@@ -33,8 +33,13 @@ _DTYPES = reference.DTYPES | {"F64": np.dtype("f8"), "I64": np.dtype("i8"), "U8"
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-FACTS = {"fisher": "f", "gram": "g"}
-"""How companions of experts are called, by their role: f0 is of e0."""
+FACTS = {"fisher": "f", "gram": "g", "mask": "f"}
+"""How companions of experts are called, by their role: f0 is of e0.  Fishers are masks, too: many
+of their elements are 0."""
+OF_MERGE = {"aligned": "e2", "unaligned": "base"}
+"""Companions of the merge."""
+READ = ("fisher", "masked")
+"""Methods that read a Fisher with each expert."""
 INPUTS = "activation"
 """The one companion of the base."""
 WIDTHS = {"g": 64, "h": 250}
@@ -47,10 +52,13 @@ def companions_for(
     """The companions of a request, in the roles that its method asks for."""
     names = [one if isinstance(one, str) else one[0] for one in experts]
     found: dict[str, Any] = {}
+    before = "turned-" if any(name.startswith("turned-") for name in names) else ""
     for role in roles:
         if role == INPUTS:
-            turned = any(name.startswith("turned-") for name in names)
-            found[f"{role}:base"] = f"turned-{INPUTS}" if turned else INPUTS
+            found[f"{role}:base"] = before + INPUTS
+            continue
+        if role in OF_MERGE:
+            found[role] = before + OF_MERGE[role]
             continue
         found |= {f"{role}:{name}": companion_of(name, called[role]) for name in names}
     return found
@@ -328,7 +336,7 @@ def expected(
     """
     merged = {}
     for name, base in family.base.items():
-        others = family.experts + family.fishers if method == "fisher" else family.experts
+        others = family.experts + family.fishers if method in READ else family.experts
         sides = [base, *(expert[name] for expert in others)]
         is_merged = {_NAMES[side.dtype] for side in sides} <= reference.DTYPES.keys()
         if not base.size or not is_merged:

@@ -71,7 +71,7 @@ class Row:
     @property
     def is_whole(self) -> bool:
         """Whether whole experts are mixed, not deltas."""
-        named = ("karcher", "guarded", "slerp")
+        named = ("karcher", "guarded", "safe_merge", "slerp")
         return self.method in named or not self.given.get("around_base", True)
 
     def request(self, **options: Any) -> MergeRequest:
@@ -93,6 +93,8 @@ class Row:
         return families.companions_for(roles, experts, families.FACTS | {"gram": gram})
 
 
+OF_TWO = ("guarded", "safe_merge")
+"""One of two whole experts, by what their deltas are."""
 LONE, TWO, SAME = (1.0,), (0.25, 0.5), (1.0, 1.0, 1.0)
 SIGNED = (1.0, 0.5, -0.75)
 NUSLERP, STOCK = mixing.nuslerp, mixing.model_stock
@@ -155,6 +157,14 @@ ROWS: tuple[Row, ...] = (
         Row("guarded", {"threshold": cut, "alpha": alpha}, SAME[:2], mixing.guarded)
         for cut, alpha in ((-1.0, 0.0), (0.6, 0.0), (0.99, 0.25))
     ),
+    *(
+        Row("safe_merge", given, SAME[:2], mixing.safe_merge)
+        for given in ({}, {"threshold": 0.7, "alpha": 0.4}, {"threshold": 0.0})
+    ),
+    Row("emr", {}, SAME),
+    Row("emr", {}, SAME[:2]),
+    Row("masked", {}, SIGNED),
+    Row("masked", {}, LONE),
     Row("geometric_median", {}, SAME, mixing.geometric_median),
     Row("geometric_median", {"max_iter": 1, "eps": 20.0}, SAME, mixing.geometric_median),
     Row("add_perpendicular", {"alpha": 0.7}, SAME[:2], mixing.add_perpendicular),
@@ -316,13 +326,15 @@ def require(place: Place, row: Row, found: Arrays, plan: Plan, *, dtype: str | N
         gone = absent.get(name, [np.ones(base.size, dtype=bool)] * count)
         read = [
             np.where(out.reshape(base.shape), wide[0], side)
-            for side, out in zip(wide[1:], gone, strict=False)
+            for side, out in zip(wide[1 : count + 1], gone, strict=False)
         ]
-        parts = terms(row, wide[0], wide[1 : count + 1], read)
+        parts = terms(
+            row, wide[0], wide[1:] if row.method == "safe_merge" else wide[1 : count + 1], read
+        )
         total, size = np.sum(parts, axis=0), np.sum(np.abs(parts), axis=0)
         gap = np.abs(found[name].astype(np.float64) - total.reshape(base.shape))
         assert float((gap / np.maximum(size, 1e-30).reshape(base.shape)).max()) <= 2.0**-21, name
-        if not row.is_whole or row.method == "guarded":
+        if not row.is_whole or row.method in OF_TWO:
             still = np.all([families.bits(wide[0]) == families.bits(one) for one in read], axis=0)
             own_bits = families.bits(found[name].astype(np.float32))
             assert np.array_equal(own_bits[still], families.bits(wide[0])[still]), name
@@ -341,7 +353,10 @@ def terms(row: Row, base: Array, sides: Sequence[Array], read: Sequence[Array]) 
     given = [rows_of(side) for side in read]
     if row.method == "slerp":
         known, given = [[rows_of(base), *own] for own in (known, given)]
-    if not row.is_whole or row.method == "guarded":
+    if row.method == "safe_merge":
+        # The subspace that alignment changed follows from the third expert.
+        known = [one - base for one in (sides if base.ndim == 2 else sides[:2])]
+    elif not row.is_whole or row.method == "guarded":
         known = [rows_of(side - base) for side in (read if row.rows else sides)]
     if not row.is_whole:
         given = [rows_of(side - base) for side in read]

@@ -117,6 +117,28 @@ def guarded(
     return [share, 1 - share]
 
 
+def safe_merge(
+    sides: Sequence[Double], _: Sequence[float], given: Mapping[str, Any]
+) -> Sequence[Double]:
+    """Of the deltas of a matrix, the third that of alignment; of none for what is no matrix.
+
+    With the projection that the authors' code makes, V V^T over the norm of V.
+    """
+    stays = len(sides) < 3 or not sides[0].any()
+    if not stays:
+        change, aligned = (sides[k].astype(np.float64) for k in (0, 2))
+        norm = np.linalg.norm(aligned)
+        projected = aligned @ aligned.T / norm @ change if norm else 0 * change
+        size = np.linalg.norm(projected) * np.linalg.norm(change)
+        stays = (
+            (projected * change).sum() / size >= given.get("threshold", 0.35)
+            if size
+            else (given.get("threshold", 0.35) <= 0)
+        )
+    share = np.array([[1.0 if stays else given.get("alpha", 0.8)]])
+    return [share, 1 - share]
+
+
 def geometric_median(
     vectors: Sequence[Double], _: Sequence[float], given: Mapping[str, Any]
 ) -> Sequence[Double]:

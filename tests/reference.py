@@ -58,6 +58,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "consensus": {"k": 2, "tall_mask_lambda": 1.0, "lambda": 1.0},
     "arcee_fusion": {},
     "fisher": {"floor": 0.0},
+    "emr": {},
+    "masked": {},
     "ram": {"epsilon": 1e-5},
     "sce": {"select_topk": 1.0},
     "ramplus_tl": {"epsilon": 1e-5, "r": 0.1, "alpha": 0.2},
@@ -120,6 +122,16 @@ def merge(
         elif method in ("clamp", "train_difference"):
             factors = element_factors(method, parameters, base, experts, absent)
             mixed, keep = by_element(factors, base, experts, absent)
+        elif method == "emr":
+            mixed, keep = unified(base, experts, absent)
+        elif method == "masked":
+            half = len(experts) // 2
+            given = [
+                np.float32(w) * (single(m) != 0)
+                for w, m in zip(weights, experts[half:], strict=True)
+            ]
+            gone = [one | other for one, other in zip(absent[:half], absent[half:], strict=True)]
+            mixed, keep = by_element(given, base, experts[:half], gone)
         elif method == "pcb":
             mixed = competed(parameters["ratio"], weights, base, experts, absent)
             mixed, keep = single(base) + mixed, mixed == 0
@@ -332,6 +344,21 @@ def by_element(
         takes = _where_bits(moves & (factor == 1), single(expert), takes)
         takers += np.where(moves, np.where(factor == 1, 1, 2), 0)
     return _where_bits(takers == 1, takes, b + mixed), (mixed == 0) & (takers != 1)
+
+
+def unified(base: Array, experts: Sequence[Array], absent: Sequence[Mask]) -> tuple[Single, Mask]:
+    """The element of the expert that goes furthest where the sum of all goes, and where nobody
+    does; a sum of 0 goes down."""
+    mixed, furthest, total = single(base).copy(), np.zeros(base.size), np.zeros_like(single(base))
+    moved = [np.where(gone, 0, delta(base, one)) for one, gone in zip(experts, absent, strict=True)]
+    moved = [np.where(np.isnan(own), np.float32(0), own) for own in moved]
+    for own in moved:
+        total = total + own
+    for own, expert in zip(moved, experts, strict=True):
+        further = np.where(total > 0, own, -own) > furthest
+        furthest = np.where(further, np.abs(own), furthest)
+        mixed = _where_bits(further, single(expert), mixed)
+    return mixed, furthest == 0
 
 
 def by_depth(alpha: float, beta: float, name: str, names: Sequence[str]) -> float:

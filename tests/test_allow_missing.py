@@ -89,9 +89,11 @@ def test_a_missing_tensor_counts_as_the_bases(name: str, store: Store) -> None:
     names = ["part", "whole"][: len(weights)] + ["base"] * (len(weights) - 2)
     request = replace(request, experts=list(zip(names, weights, strict=True)))
     if request.companions:
-        request = replace(
-            request, companions=families.fishers_for(names, ["fisher"] * len(weights))
-        )
+        roles = [one.role for one in METHODS[name].companions]
+        given = {f"{role}:{own}": "fisher" for role in roles for own in names}
+        if name == "safe_merge":
+            given = {"aligned": "whole", "unaligned": "base"}
+        request = replace(request, companions=given)
     filled = [("filled" if one == "part" else one, weight) for one, weight in request.weighted()]
     for budget in (None, 0.5):
         lacking = replace(request, allow_missing=True, budget=budget)

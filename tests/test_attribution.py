@@ -54,6 +54,10 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "informed": ("fisher", {}, {"budget": 0.6}),
     "floors": ("fisher", {"floor": 0.1}, {"dtype": "F32"}),
     "important": ("arcee_fusion", {}, {}),
+    "safe": ("safe_merge", {"threshold": 0.7, "alpha": 0.25}, {}),
+    "furthest": ("emr", {}, {"budget": 0.6}),
+    "masked": ("masked", {}, {"budget": 0.6, "dtype": "F32"}),
+    "half masked": ("masked", {"scale": 0.5}, {}),
     "guarded": ("guarded", {"threshold": 0.02, "alpha": 0.3}, {}),
     "stock": ("model_stock", {}, {}),
     "deltas": ("multislerp", {}, {"budget": 0.6}),
@@ -89,7 +93,7 @@ def weights_of(way: str) -> dict[str, float]:
         "add_cosine_a",
     ):
         return {"e1": 1.0}
-    if WAYS[way][0] in ("guarded", "train_difference", "add_perpendicular"):
+    if WAYS[way][0] in ("guarded", "safe_merge", "train_difference", "add_perpendicular"):
         return {"e0": 1.0, "e2": 1.0}
     if not METHODS[WAYS[way][0]].weighted:
         return {f"e{k}": 1.0 for k in range(len(WEIGHTS))}
@@ -100,7 +104,7 @@ def weights_of(way: str) -> dict[str, float]:
 
 def fishers_of(way: str) -> list[str]:
     """Their Fishers, for a method that takes some."""
-    return [name.replace("e", "f") for name in weights_of(way)] * (WAYS[way][0] == "fisher")
+    return [name.replace("e", "f") for name in weights_of(way)] * (WAYS[way][0] in families.READ)
 
 
 # -- the same in numpy, float64, whole tensors -----------------------------------------------------
@@ -147,6 +151,28 @@ def contributions(
             parts.append(np.where(absent[k], 0.0, factor.astype(np.float64) * gap))
             total += factor
         return np.zeros(b.size), [part / np.where(total > 0, total, 1.0) for part in parts]
+    if method == "masked":
+        half = len(experts) // 2
+        return np.zeros(b.size), [
+            np.where(
+                absent[k] | absent[half + k] | (reference.single(experts[half + k]) == 0),
+                0.0,
+                reference.delta(base, experts[k]).astype(np.float64) * float(w[k]),
+            )
+            for k in range(half)
+        ]
+    if method == "emr":
+        deltas = [
+            np.where(gone, np.float32(0), reference.delta(base, expert))
+            for expert, gone in zip(experts, absent, strict=True)
+        ]
+        made, _ = reference.unified(base, experts, absent)
+        free, parts = np.ones(b.size, dtype=bool), []
+        for d, expert in zip(deltas, experts, strict=True):
+            own = free & (d != 0) & (reference.single(expert) == made)
+            free &= ~own
+            parts.append(np.where(own, d.astype(np.float64), 0.0))
+        return np.zeros(b.size), parts
     if method in ("consensus", "arcee_fusion"):
         deltas = [
             np.where(gone, np.float32(0), reference.delta(base, expert))
@@ -216,7 +242,10 @@ def contributions(
             np.where(own, d.astype(np.float64) * np.where(many == 1, float(weight), 1 / many), 0.0)
             for d, own, weight in zip(deltas, kept, w, strict=True)
         ]
-    if method in ("slerp", "karcher", "passthrough", "guarded") or "around_base" in given:
+    if (
+        method in ("slerp", "karcher", "passthrough", "guarded", "safe_merge")
+        or "around_base" in given
+    ):
         gaps = [reference.single(expert).astype(np.float64) - b for expert in experts]
         return (math.fsum([factor, *map(float, w)]) - 1) * b, [
             np.where(gone, 0.0, gap) * float(weight)
@@ -300,7 +329,7 @@ def store(family: families.Family, tmp_path_factory: pytest.TempPathFactory) -> 
 def merge(store: Store, way: str) -> Plan:
     method, parameters, options = WAYS[way]
     experts = list(weights_of(way).items())
-    companions = families.fishers_for(experts, fishers_of(way))
+    companions = families.companions_for([one.role for one in METHODS[method].companions], experts)
     models = {"base": "base", "experts": experts, "companions": companions}
     plan = store.plan(MergeRequest(**models, method=method, parameters=parameters, **options))
     store.merge(plan, name="merged")
@@ -340,7 +369,9 @@ def test_shares_are_those_of_the_definition(
             tuple(weights_of(way).values()) if mixture is None else mixture.experts,
             base,
             [expert[planned.name].ravel() for expert in experts],
-            [_absent(states, planned.chunk_elements, base.size) for states in planned.states],
+            [_absent(states, planned.chunk_elements, base.size) for states in planned.states][
+                : len(experts)
+            ],
             [(limit.value, limit.quota) for limit in planned.thresholds],
             planned.name,
             family.base[planned.name].shape,

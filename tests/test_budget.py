@@ -27,6 +27,7 @@ from families import BLOCK, Arrays, Family
 
 from mstore import Budget, MergeRequest, Store
 from mstore.api.reports import MergeReport, PlanReport
+from mstore.merge.methods.registry import find
 from mstore.merge.planning.costs import Wanted
 from mstore.store.objects.plan import DROPPED, OMITTED, READ, Plan
 from mstore.terms.errors import BadRequest, BudgetExceeded, NotFound
@@ -46,6 +47,8 @@ ADDITIVE = {
     "arcee_fusion": ({}, (1.0,)),
     "guarded": ({"threshold": 0.0, "alpha": 0.25}, (1.0, 1.0)),
     "geometric_median": ({}, (1.0, 1.0, 1.0)),
+    "masked": ({}, (1.0, 0.5, -0.75)),
+    "safe_merge": ({"threshold": 0.5, "alpha": 0.25}, (1.0, 1.0)),
     "add_cosine_a": ({"alpha": 0.8}, (1.0,)),
     "tensor_sum": ({"width": 0.6, "offset": 0.7}, (1.0,)),
     "add_perpendicular": ({"alpha": 0.7}, (1.0, 1.0)),
@@ -54,6 +57,7 @@ CONSENSUS = {
     "sce": ({"select_topk": 0.4}, (1.0, 1.0, 1.0)),
     "consensus": ({"tall_mask_lambda": 0.2}, (1.0, 0.5, 0.75)),
     "fisher": ({}, (1.0, 0.5, 0.75)),
+    "emr": ({}, (1.0, 1.0, 1.0)),
     "clamp": ({"stiffness": 0.3}, (1.0, 1.0, 1.0)),
     "train_difference": ({"alpha": 0.7}, (1.0, 1.0)),
     "pcb": ({"ratio": 0.3}, (1.0, 0.5, 0.75)),
@@ -69,9 +73,15 @@ METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {**ADDITIVE, **CO
 ROUGH = {
     "clamp": "beyond the range mostly",
     "consensus": "that enough experts need",
+    "emr": "others take its elements",
     "pcb": "win different elements",
 }
 """What is said of estimates that know too little."""
+
+
+def roles_of(method: str) -> list[str]:
+    """The roles of companions that a method asks for."""
+    return [one.role for one in find(method).companions]
 
 
 @dataclass
@@ -93,9 +103,7 @@ class Place:
                 experts=list(zip(self.family.names, weights, strict=False)),
                 method=method,
                 parameters=parameters,
-                companions=families.fishers_for(self.family.names, self.family.fisher_names)
-                if method == "fisher"
-                else {},
+                companions=families.companions_for(roles_of(method), self.family.names),
                 **options,
             ),
             allow_noop=True,

@@ -304,6 +304,7 @@ FACTS = [
     Row("geometric_median", {}, SAME),
     Row("add_perpendicular", {"alpha": 0.7}, SAME[:2]),
     Row("guarded", {"threshold": 0.5}, SAME[:2]),
+    Row("safe_merge", {}, SAME[:2]),
     Row("slerp", {"t": 0.3}, LONE),
 ]
 
@@ -413,12 +414,12 @@ def sick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     rng = np.random.default_rng(5)
     root = tmp_path_factory.mktemp("sick")
     base = {"w": families.cast(rng.standard_normal((70, 1024)), "BF16")}
-    moved = [base["w"].astype(np.float32) + rng.standard_normal((70, 1024)) for _ in range(2)]
+    moved = [base["w"].astype(np.float32) + rng.standard_normal((70, 1024)) for _ in range(3)]
     moved[1][0, :2] = np.nan, np.inf
     experts = tuple({"w": families.cast(one, "BF16")} for one in moved)
     Family(base, experts).informed().write(root)
     with Store.init(root / "store", block_size=families.BLOCK) as store:
-        for name in ("base", "e0", "e1", "f0", "f1", "g0", "g1", families.INPUTS):
+        for name in ("base", "e0", "e1", "e2", "f0", "f1", "g0", "g1", families.INPUTS):
             store.add(root / name, name=name)
         yield store
 
@@ -510,6 +511,13 @@ REFUSED: tuple[tuple[str, dict[str, Any], Sequence[float], str], ...] = (
     ("guarded", {"threshold": 0.5, "alpha": -1}, [1.0, 1.0], "alpha must be in"),
     ("guarded", {"threshold": 0.5}, LONE, "2 experts"),
     ("guarded", {"threshold": 0.5}, TWO, "no weight"),
+    ("safe_merge", {"threshold": -0.1}, [1.0, 1.0], "threshold must be in"),
+    ("safe_merge", {"alpha": 1.1}, [1.0, 1.0], "alpha must be in"),
+    ("safe_merge", {}, LONE, "2 experts"),
+    ("safe_merge", {}, TWO, "no weight"),
+    ("emr", {}, TWO, "no weight"),
+    ("emr", {"lambda": 0.5}, SAME, "no parameter"),
+    ("masked", {"density": 0.5}, LONE, "no parameter"),
     ("model_stock", {}, LONE, "at least 2 experts"),
     ("model_stock", {}, TWO, "has no weight; its parameters: filter_wise"),
     ("nuslerp", {}, LONE, "2 experts, not 1"),

@@ -26,6 +26,7 @@ METHODS: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     ("karcher", {}, 2, "its angles cannot be measured"),
     ("model_stock", {}, 2, "its angles cannot be measured"),
     ("guarded", {"threshold": 0.5}, 2, "its angles cannot be measured"),
+    ("safe_merge", {}, 2, "its change cannot be projected"),
     ("sce", {}, 2, "its experts cannot be weighed by squares of deltas"),
     ("sce", {"select_topk": 0.5}, 2, "its experts cannot be weighed by squares of deltas"),
     ("arcee_fusion", {}, 1, "importance has no quartiles"),
@@ -61,7 +62,11 @@ def test_the_reason_is_the_true_one(
         ("nan", "the tensor has infinite or NaN elements in nan, so", "finite, but"),
     ):
         asked = MergeRequest(
-            base="high", experts=[expert, "high"][:count], method=method, parameters=parameters
+            base="high",
+            experts=[expert, "high"][:count],
+            method=method,
+            parameters=parameters,
+            companions={"aligned": "high", "unaligned": "high"} if method == "safe_merge" else {},
         )
         with pytest.raises(BadRequest) as refused:
             store.plan(asked, allow_noop=True)

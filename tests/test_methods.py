@@ -55,6 +55,9 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
         ("arcee_fusion", {}),
         ("consensus", {"k": 2, "tall_mask_lambda": 1.0, "lambda": 1.0}),
         ("fisher", {"floor": 0.0}),
+        ("safe_merge", {"threshold": 0.35, "alpha": 0.8}),
+        ("emr", {}),
+        ("masked", {}),
         ("pcb", {"ratio": 0.1}),
         ("add_perpendicular", {"alpha": 1.0}),
         ("train_difference", {"alpha": 1.0}),
@@ -254,7 +257,7 @@ def test_coefficients_bound_what_omission_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["ties", "dare_ties", "breadcrumbs_ties", "ram", "sce", "consensus", "fisher"]
+    "method", ["ties", "dare_ties", "breadcrumbs_ties", "ram", "sce", "consensus", "fisher", "emr"]
 )
 def test_what_others_decide_has_no_coefficients(method: str) -> None:
     """A method that elects signs, counts needs or divides by who moves an element has no certified
@@ -268,7 +271,8 @@ def test_what_others_decide_has_no_coefficients(method: str) -> None:
     [
         name
         for name, method in METHODS.items()
-        if name != "karcher" and all(one.default is not None for one in method.parameters)
+        if name not in ("karcher", "safe_merge")
+        and all(one.default is not None for one in method.parameters)
     ],
 )
 def test_untouched_chunks_are_the_base(method: str) -> None:

@@ -10,7 +10,7 @@ import adapters
 import numpy as np
 import pytest
 from cli_runs import Program
-from families import BLOCK, Arrays, fishers_for
+from families import BLOCK, OF_MERGE, Arrays
 
 from mstore import MergeRequest, Store
 from mstore.api.reports import MergeWarning
@@ -200,12 +200,16 @@ def test_every_method_can_be_asked(method: str, store: Store) -> None:
     """Warnings follow from statistics for each method, and stop none."""
     one = METHODS[method]
     experts = FINE[: one.experts or 3]
-    fishers = ["squares"] * len(experts) if one.companions else []
+    companions = {
+        key: OF_MERGE.get(own.role, "squares")
+        for own in one.companions
+        for key in ([own.role] if own.of is None else [f"{own.role}:{name}" for name in experts])
+    }
     needed = {own.name: 0.5 for own in one.parameters if own.default is None}
     request = MergeRequest(
         base="base",
         experts=experts,
-        companions=fishers_for(experts, fishers),
+        companions=companions,
         method=method,
         parameters=needed,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import families
 import pytest
-from test_budget import METHODS, Place, make
+from test_budget import METHODS, Place, make, roles_of
 
 from mstore import MergeRequest
 from mstore.terms.errors import BadRequest
@@ -25,8 +25,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def asked(place: Place, method: str) -> dict[str, Any]:
     parameters, weights = METHODS[method]
     experts = list(zip(place.family.names, weights, strict=False))
-    fishers = place.family.fisher_names if method == "fisher" else []
-    companions = families.fishers_for(experts, fishers)
+    companions = families.companions_for(roles_of(method), experts)
     models: dict[str, Any] = {"base": "base", "experts": experts, "companions": companions}
     return models | {"method": method, "parameters": parameters}
 

@@ -32,6 +32,7 @@ from mstore.terms.ids import BlockId
 
 FAMILY = families.layered(rows=160).informed(dtypes=("BF16",))
 FISHERS = families.fishers_for(["e0", "e1", "e2"], FAMILY.fisher_names)
+MASKS = families.companions_for(["mask"], ["e0", "e1", "e2"])
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {"method": "linear"},
     "task_arithmetic": {"method": "task_arithmetic", "parameters": {"lambda": 0.7}},
@@ -101,6 +102,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "lines": {"method": "lines", "parameters": {"alpha": 0.4, "beta": 0.8}, "budget": 0.6},
     "nearswap": {"method": "nearswap", "parameters": {"t": 0.02}, "experts": ["e1"]},
     "model_stock": {"method": "model_stock", "experts": ["e0", "e1", "e2"]},
+    "safe_merge": {
+        "method": "safe_merge",
+        "companions": {"aligned": "e2", "unaligned": "base"},
+        "experts": ["e0", "e1"],
+    },
+    "emr on a budget": {"method": "emr", "experts": ["e0", "e1", "e2"], "budget": 0.6},
+    "masked": {"method": "masked", "companions": MASKS, "dtype": "float32"},
+    "masked on a budget": {"method": "masked", "companions": MASKS, "budget": 0.6},
     "guarded": {
         "method": "guarded",
         "parameters": {"threshold": 0.02, "alpha": 0.5},

@@ -21,9 +21,11 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from mstore.blocks.reader import Meter
+from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.measures import NEEDS_ANALYSIS
 from mstore.merge.measures.deltas import Chunks
 from mstore.merge.measures.grid import Companion
+from mstore.models.adapters.low_rank import load_factors
 from mstore.models.stats.analysis import measure_apart, measure_pair, measure_squares
 from mstore.models.stats.chunks import ReadChunk, chunk_reader, read_tensor, tensor_chunk
 from mstore.models.stats.pairs import known_apart, sum_of_squares
@@ -31,7 +33,7 @@ from mstore.models.stats.store import StatsStore
 from mstore.models.stats.table import DeltaTable
 from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import Catalog
-from mstore.store.objects.tensor import Tensor
+from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.terms.errors import BadRequest
 from mstore.terms.ids import TensorId
 from mstore.terms.phrases import Option
@@ -276,8 +278,22 @@ class TensorFacts:
     def chunks(self, experts: Sequence[int] | None = None) -> Chunks:
         """Return the deltas of these experts, or of all, to be read chunk by chunk."""
         own = self.experts if experts is None else experts
-        records = [self.sides[side][1] for side in (0, *own)]
-        return Chunks(self._facts.catalog, records, self._facts.meter)
+        return self.deltas([self.sides[side] for side in (0, *own)])
+
+    def deltas(self, sides: Sequence[Side]) -> Chunks:
+        """Return the deltas of tensors from the first of these, to be read chunk by chunk."""
+        return Chunks(self._facts.catalog, [record for _, record in sides], self._facts.meter)
+
+    def product(self, side: int) -> tuple[Singles, Singles] | None:
+        """Return the factors of an expert's delta, float32[rows, rank] and [rank, columns].
+
+        None if it is not the product of an adapter and nothing else.
+        """
+        record = self.sides[side][1]
+        if not isinstance(record, AppliedTensor) or not record.is_sum:
+            return None
+        [found] = load_factors(self._facts.catalog, [record], self._facts.meter)
+        return found.left * found.scale, found.right
 
     def array(self, side: Side) -> npt.NDArray[Any]:
         """Read a companion's whole tensor, as `read_tensor`."""

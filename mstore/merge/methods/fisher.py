@@ -49,6 +49,7 @@ from mstore.merge.methods.selection import Delta, Selection, common
 from mstore.numeric.casts import singles
 from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.passes import Pass
+from mstore.numeric.sums import halved
 from mstore.store.objects.plan import BELOW, EQUAL, READ
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.phrases import Option
@@ -81,17 +82,9 @@ def sums_of(data: npt.NDArray[np.uint8], dtype: str, n: int) -> tuple[float, flo
         if not (part.min() >= 0 and part.max() < np.inf):
             return math.nan, math.nan
         wide[:count], wide[count:] = part, 0.0
-        total += _halved(wide)
-        squares += _halved(wide * wide)
+        total += halved(wide)
+        squares += halved(wide * wide)
     return total, squares
-
-
-def _halved(values: npt.NDArray[np.float64]) -> float:
-    """Return the sum of 2^k values: of their halves, element by element, again and again."""
-    while values.size > 1:
-        half = values.size // 2
-        values = values[:half] + values[half:]
-    return float(values[0])
 
 
 def unsound_fisher(where: str | None) -> Incompatible:
