@@ -165,6 +165,10 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "check-merge": ["check-merge", *MERGE],
         "align": ["align", *MERGE],
         "cast": ["cast", "tiny/code", "--dtype", "float64"],
+        "emr": [
+            *("emr", "--base", "tiny/base", "--expert", "tiny/math", "--expert", "tiny/code"),
+            *("--name", "family"),
+        ],
         "extract-lora": [
             *("extract-lora", "tiny/code", "--base", "tiny/base", "--rank", "2"),
             *("--name", "tiny/lora"),

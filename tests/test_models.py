@@ -243,6 +243,16 @@ def test_a_named_model_alone_is_merged(store: Store) -> None:
     assert merge(store, "alone", f"tuned:{PARTS[1]}") == {"blocks.0.weight": 30.0}
 
 
+@pytest.mark.parametrize("model", ["", f":{PARTS[0]}"])
+def test_a_mask_is_of_each_component_that_is_merged(model: str, store: Store) -> None:
+    """Of one expert the model of its mask is the expert: in all components, or in the named one."""
+    request = MergeRequest(base=f"base{model}", experts=["tuned"], method="emr")
+    store.emr(request, name="one")
+    found = store["one/tuned"]
+    wanted = {FIRST: 2.0, SECOND: 10.0 if model else 30.0}
+    assert {name: float(found.tensor(name)[0, 0]) for name in found} == wanted
+
+
 def test_models_that_say_not_which_are_refused(store: Store) -> None:
     """A model that is not there, or one model against several, is an error that lists them."""
     with pytest.raises(NotFound, match="no such model; it has transformer, transformer_2"):

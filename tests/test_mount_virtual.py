@@ -47,6 +47,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store.merge(plan, name="m", virtual=True)
         store.merge(plan, name="real")
         store.checkout("real", root / "real")
+        request = MergeRequest(base="base", experts=["e0", "e1", "e2"], method="emr")
+        store.emr(request, name="family")
+        store.reset("masked", "family/e1")
+        store.materialize("masked")
+        store.checkout("masked", root / "masked")
     return root
 
 
@@ -67,6 +72,18 @@ def test_every_file_is_the_real_merge(place: Path, point: Path) -> None:
     assert sorted(p.relative_to(point) for p in point.rglob("*")) == wanted
     for path in wanted:
         assert filecmp.cmp(point / path, place / "real" / path, shallow=False), path
+
+
+def test_the_model_of_a_mask_is_mounted(place: Path, tmp_path: Path) -> None:
+    """A model that a mask makes of another one is read from a mount as any virtual merge."""
+    folder = tmp_path / "mnt"
+    folder.mkdir()
+    mount(place / "store", "family/e1", folder)
+    try:
+        for path in (place / "masked").rglob("*.safetensors"):
+            assert filecmp.cmp(folder / path.name, path, shallow=False), path
+    finally:
+        unmount(folder, lazy=True)
 
 
 def test_safetensors_load_it(place: Path, point: Path) -> None:

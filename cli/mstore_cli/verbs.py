@@ -18,7 +18,7 @@ GROUPS = {
             "combine-adapters",
             "convert-adapter",
         ),
-        *("shuffle", "moe"),
+        *("shuffle", "moe", "emr"),
     ),
     "Look": (
         *("log", "show", "find", "ls", "cat", "diff", "compare", "explain", "blame", "recipe"),

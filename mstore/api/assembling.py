@@ -1,4 +1,4 @@
-"""Calls that make a model of tensors of others as they are: mixtures of experts."""
+"""Calls about mixtures of experts, and about many models that share one."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from mstore.api.merging import Merging
 from mstore.api.open_store import thread_count
 from mstore.store import contents
 from mstore.store import layout as layouts
+from mstore.terms.errors import BadRequest
+from mstore.terms.phrases import Option
 
 if TYPE_CHECKING:
     from mstore.blocks.schema import PlanInputs
     from mstore.merge.moe.mixture import ModelCopy
     from mstore.merge.planning.recipes import PreparedModel
     from mstore.merge.planning.report import PlanReport
+    from mstore.merge.running.expert_masks import EmrReport
     from mstore.store.models import Input
     from mstore.store.objects.plan import Plan
     from mstore.terms.ids import Revision
     from mstore.terms.report import ProgressCallback
+    from mstore.terms.requests import MergeRequest
 
 
 class Assembling(Merging):
-    """Calls about mixtures of experts."""
+    """Calls about mixtures of experts, and about many models that share one."""
 
     def prepare_moe(
         self,
@@ -126,6 +130,83 @@ class Assembling(Merging):
         with contents.held(self._catalog, [find(one.text).snapshot for one in recipe.named()]):
             plan, sources = planned(self._catalog, recipe, text, find, given, seed)
             return self._told(plan, sources, began)
+
+    def emr(
+        self,
+        request: MergeRequest,
+        *,
+        name: str,
+        message: str = "",
+        threads: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> EmrReport:
+        """Store one model of all experts, and a mask for each that makes its model of that again.
+
+        request: of the method `emr`. name: the model of all is the branch NAME/shared, the virtual
+        model of an expert NAME/EXPERT, its mask NAME/masks/EXPERT.  The virtual models read the
+        base, the model of all and their masks; the experts themselves are not needed any more.
+
+        Raises BadRequest (another method, experts with one name) and as `plan` and `merge`; what is
+        published then stays.
+        """
+        from mstore.merge.methods.registry import find
+        from mstore.merge.running.expert_masks import ELECTS, MASKED, EmrReport, store_mask
+        from mstore.models.made import branch_below
+        from mstore.store.transaction import branch_to_move
+        from mstore.terms.requests import MergeRequest
+
+        began = time.monotonic()
+        if request.method != ELECTS:
+            raise BadRequest(f"models share one of the method {ELECTS}", where=Option("method"))
+        shared = f"{name}/shared"
+        experts = [str(expert) for expert, _ in request.weighted()]
+        own = {expert: branch_below(name, expert) for expert in experts}
+        masks = {expert: branch_below(f"{name}/masks", expert) for expert in experts}
+        refs = [shared, *own.values(), *masks.values()]
+        if len(set(refs)) < 1 + 2 * len(experts):
+            raise BadRequest(
+                f"two branches of these would have one name: {', '.join(experts)}",
+                where=Option("experts"),
+            )
+        for one in refs:
+            branch_to_move(self._catalog, one)
+        merged = self.merge(
+            self.plan(request, keep=True, threads=threads, progress=progress),
+            name=shared,
+            message=message,
+            threads=threads,
+            progress=progress,
+        )
+        [role] = [one.role for one in find(MASKED).companions]
+        models = []
+        for expert in experts:
+            base, of_all, found = map(self._input, (request.base, shared, expert))
+            with contents.held(self._catalog, [one.snapshot for one in (base, of_all, found)]):
+                mask = store_mask(
+                    self._catalog,
+                    base,
+                    of_all,
+                    found,
+                    masks[expert],
+                    threads=thread_count(threads),
+                    progress=progress,
+                )
+            asked = MergeRequest(
+                base=request.base,
+                experts=[(shared, mask.rescale)],
+                method=MASKED,
+                companions={f"{role}:{shared}": masks[expert]},
+                dtype=request.dtype,
+                analyze=False,
+            )
+            made = self.merge(
+                self.plan(asked, allow_noop=True, keep=True, threads=threads),
+                name=own[expert],
+                message=message or f"{expert} of {shared}",
+                virtual=True,
+            )
+            models.append(mask.model(expert, own[expert], made.snapshot))
+        return EmrReport.of(merged, models, seconds=time.monotonic() - began)
 
     def experts_of(self, mixture: Revision) -> int:
         """Return how many experts a mixture has.  Raises NotFound, Incompatible for no mixture."""

@@ -36,6 +36,7 @@ from mstore.merge.planning.recipes import PreparedModel
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.commit import MergeReport, ReplayReport
+from mstore.merge.running.expert_masks import EmrModel, EmrReport
 from mstore.merge.running.runners import WorkerReport
 from mstore.merge.virtual.deferred import MaterializeReport
 from mstore.models.adapters.convert import ConvertReport
@@ -143,6 +144,8 @@ __all__ = [
     "DiffReport",
     "DirectoryDiffReport",
     "DropReport",
+    "EmrModel",
+    "EmrReport",
     "EvaluationReport",
     "ExpertBlame",
     "ExpertShare",

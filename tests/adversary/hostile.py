@@ -91,6 +91,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "materialize": ("materialize", "virtual"),
     "shuffle": ("shuffle", "--expert", "base", "--expert", "tuned"),
     "moe": ("moe", "--unpack", "base", "--name", "parts"),
+    "emr": ("emr", "--base", "base", "--expert", "tuned", "--name", "family"),
     "extract-lora": ("extract-lora", "tuned", "--base", "base", "--rank", "2", "--name", "lora"),
     "convert-adapter": ("convert-adapter", "third", "--base", "base", "--format", "peft"),
     "combine-adapters": ("combine-adapters", "--adapter", "base", "--adapter", "third"),
