@@ -826,8 +826,9 @@ def sequential_sum(values: Sequence[float]) -> np.float32:
 
 
 def name_of(array: Array) -> str:
-    """ "BF16", "F16" or "F32"."""
-    return next(name for name, dtype in DTYPES.items() if array.dtype == dtype)
+    """ "BF16", "F16" or "F32", or "U8", of what is no number."""
+    known = DTYPES | {"U8": np.dtype("u1")}
+    return next(name for name, dtype in known.items() if array.dtype == dtype)
 
 
 def single(array: Array) -> Single:

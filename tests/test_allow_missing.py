@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import families
 import numpy as np
@@ -21,6 +22,7 @@ from mstore.terms.errors import BadRequest, Incompatible
 TASK = MergeRequest(
     base="base", experts=["part", "whole"], method="task_arithmetic", allow_missing=True
 )
+COMPANIONS = ("fisher", "gram", families.INPUTS)
 ALL = replace(TASK, experts=["whole"], allow_missing=False)
 
 
@@ -51,7 +53,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models["part"] = {name: part[name] for name in part if name not in ("b.w", "c.w")}
     models["part"] |= {"b.extra": part["b.w"], "z.extra": part["c.w"]}
     models["alien"] = {"x.w": part["a.w"]}
-    models["fisher"] = Family(models["base"], (part,)).informed(dtypes=("F32",)).fishers[0]
+    known = Family(models["base"], (part,)).informed(dtypes=("F32",))
+    models["fisher"], models["gram"] = known.fishers[0], known.facts["g0"]
+    models[families.INPUTS] = known.facts[families.INPUTS]
     for name, tensors in models.items():
         families.write_checkpoint(directory / name, tensors)
         (directory / name / "tokenizer.json").unlink()
@@ -63,7 +67,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def store(root: Path) -> Iterator[Store]:
     with Store.init(root / "store", block_size=BLOCK) as store:
-        for name in ("base", "whole", "filled", "part", "alien", "fisher"):
+        for name in (*("base", "whole", "filled", "part", "alien"), *COMPANIONS):
             store.add(root / name, name=name)
         yield store
 
@@ -89,8 +93,11 @@ def test_a_missing_tensor_counts_as_the_bases(name: str, store: Store) -> None:
     names = ["part", "whole"][: len(weights)] + ["base"] * (len(weights) - 2)
     request = replace(request, experts=list(zip(names, weights, strict=True)))
     if request.companions:
-        roles = [one.role for one in METHODS[name].companions]
-        given = {f"{role}:{own}": "fisher" for role in roles for own in names}
+        given: dict[str, Any] = {}
+        for one in METHODS[name].companions:
+            ref = one.role if one.role in COMPANIONS else "fisher"
+            whose = {None: [], "base": ["base"], "expert": names}[one.of]
+            given |= {f"{one.role}:{own}": ref for own in whose}
         if name == "safe_merge":
             given = {"aligned": "whole", "unaligned": "base"}
         request = replace(request, companions=given)

@@ -410,7 +410,7 @@ parameters: {{{parameters}}}
         ({"first": "[0, 2]", "second": "[2, 4]", "more": "  - {model: base, layer_range: [2, 4]}"},
          7, "given twice"),
         ({"method": "arcee_fission"}, 1, "unknown method 'arcee_fission'"),
-        ({"method": "regmean"}, 1, "unknown method"),
+        ({"method": "regression"}, 1, "unknown method"),
         ({"parameters": "s: 1"}, 8, "no parameter 's'"),
         ({"parameters": ""}, 1, "needs the t"),
         ({"parameters": "t: x"}, 8, "takes a number"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import adapters
+import gram_reference
 import numpy as np
 import pytest
 from cli_runs import Program
@@ -33,6 +34,10 @@ def moved(base: Arrays, seed: int, by: float, layers: tuple[int, ...] = ()) -> A
     return found
 
 
+COMPANIONS = OF_MERGE | {"gram": "gram", "activation": "activation"}
+"""By role; squares stand for the others."""
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """Four fine-tunes that moved by 2 %, and others that did something else."""
@@ -44,6 +49,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     models["parts"] = moved(base, 12, 1.0, (3, 5, 9))
     models["further"] = moved(base, 13, 0.3)
     models["squares"] = {name: array**2 for name, array in base.items()}
+    models["gram"] = {name: gram_reference.packed(rng, 64, 64) for name in base}
+    models["activation"] = {name: rng.random(64).astype("f4") for name in base}
     models["pretrained"] = moved(base, 14, 0.15)
     with Store.init(root / "s", block_size=BLOCK) as made:
         for name, arrays in models.items():
@@ -201,9 +208,9 @@ def test_every_method_can_be_asked(method: str, store: Store) -> None:
     one = METHODS[method]
     experts = FINE[: one.experts or 3]
     companions = {
-        key: OF_MERGE.get(own.role, "squares")
+        f"{own.role}:{name}" if name else own.role: COMPANIONS.get(own.role, "squares")
         for own in one.companions
-        for key in ([own.role] if own.of is None else [f"{own.role}:{name}" for name in experts])
+        for name in {None: [""], "base": ["base"], "expert": experts}[own.of]
     }
     needed = {own.name: 0.5 for own in one.parameters if own.default is None}
     request = MergeRequest(

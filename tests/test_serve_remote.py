@@ -113,7 +113,8 @@ def test_an_unchanged_store_costs_one_request(
     with served(store.path) as server:
         Store.clone(address(server), tmp_path / "clone")
         with Store.open(tmp_path / "clone") as clone:
-            clone.fetch("origin")
+            # Waited for, so that its lines are not among those of the next one.
+            requests(caplog, lambda: clone.fetch("origin"))
             assert requests(caplog, lambda: clone.fetch("origin")) == [f"GET /remote/{ROOT} 304"]
             small_model(tmp_path / "in" / "newer", "base", changed="newer")
             store.add(tmp_path / "in" / "newer", name="newer", base="base")
