@@ -55,7 +55,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with Store.init(root / "s", block_size=BLOCK) as made:
         for name, arrays in models.items():
             adapters.write(root / name, arrays, {}, "model")
-            made.add(root / name, name=name, base=None if name == "base" else "base")
+            made.add(root / name, name=name, base=None if name in ("base", *COMPANIONS) else "base")
         yield made
 
 
