@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import page_method_quality
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -237,6 +238,39 @@ def _legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
     figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=len(found))
 
 
+def method_quality(told: Told) -> Drawing:
+    """Losses of each method, untuned and tuned, a panel a group."""
+    groups = told["groups"]
+    figure, places = panels(len(groups))
+    for place, group in zip(places, groups.values(), strict=True):
+        found = page_method_quality.ranked(group)
+        base = page_method_quality.mean(group["base"])
+        low = min(page_method_quality.mean(one["tuned"]) for one in found.values())
+        # What is far worse than the base is drawn at the right edge, with an arrow.
+        edge = base + 0.3 * (base - low)
+        for number, key in ((1, "untuned"), (2, "tuned")):
+            losses = [page_method_quality.mean(one[key]) for one in found.values()]
+            place.scatter(
+                [min(loss, edge) for loss in losses],
+                range(len(losses)),
+                label=key,
+                color=COLOURS[number],
+                marker=MARKERS[number],
+                s=18,
+            )
+        for row, one in enumerate(found.values()):
+            if page_method_quality.mean(one["untuned"]) > edge:
+                place.annotate("→", (edge, row), (3, 0), textcoords="offset points", va="center")
+        place.axvline(base, color=COLOURS[0], linestyle="--", label="base")
+        place.set_yticks(range(len(found)), list(found), fontsize=7)
+        place.invert_yaxis()
+        place.set_title(f"{len(group['base'])} experts", fontsize=9)
+        place.set_xlabel("held-out loss, nats a byte")
+    figure.set_size_inches(10, 1.2 + 0.18 * len(found))
+    _legend_below(figure, places)
+    return {"method-quality": figure}
+
+
 def incremental(told: Told) -> Drawing:
     """Seconds with and without the memo table."""
     cases = {"ninth": "a ninth expert", "changed": "one expert changed", "repeated": "again"}
@@ -294,6 +328,7 @@ DRAWINGS: dict[str, Callable[[Told], Drawing]] = {
     "mergekit": mergekit,
     "paper": paper,
     "quality": quality,
+    "method_quality": method_quality,
     "incremental": incremental,
 }
 

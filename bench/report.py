@@ -29,6 +29,7 @@ import page_large
 import page_lazy
 import page_limits
 import page_mergekit
+import page_method_quality
 import page_methods
 import page_moe
 import page_mounts
@@ -95,6 +96,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "large": page_large.section,
     "search": page_search.section,
     "quality": page_quality.section,
+    "method_quality": page_method_quality.section,
     "shuffle": page_shuffle.section,
     "incremental": page_incremental.section,
 }
