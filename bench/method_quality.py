@@ -8,7 +8,8 @@ Nothing here is timed, and everything is a function of the family.  `--only 'tie
 candidates, and keeps what is known of the others.
 
 What is compared stands in `candidates.py`.  Each one is merged as it is, and again with the outer
-`scale` that `mstore.Store.search` found: in a grid over COARSE, then in one about what was best.
+`scale` that `mstore.Store.search` found: in a grid over COARSE, then in one about what was best,
+and so on if that was the largest.
 Held-out excerpts are divided: every other one decides (part A), the rest reports (part B), so no
 loss that is told was searched for.  Losses are nats a byte, on the domains of the experts that are
 merged, in float32; those that only decide are in bf16 where the processor multiplies it.
@@ -138,10 +139,14 @@ class Bench:
         plan = self._store.plan(request, allow_noop=True)
         self._store.merge(plan, name="untuned", virtual=True)
         untuned = self.judge.losses("untuned", experts, "B")
-        coarse = self._search(candidate.recipe(prepared, COARSE), experts)
-        finer = self._search(candidate.recipe(prepared, fine(coarse.values["scale"])), experts)
-        best = min(coarse, finer, key=lambda one: one.best)
-        scale = best.values["scale"]
+        searches = [self._search(candidate.recipe(prepared, COARSE), experts)]
+        while True:
+            best = min(searches, key=lambda one: one.best)
+            scale = best.values["scale"]
+            tried = {one.values[0]: one.score for found in searches for one in found.trials}
+            if len(searches) > 1 and scale < max(tried):
+                break
+            searches.append(self._search(candidate.recipe(prepared, fine(scale)), experts))
         tuned = self.judge.losses(best.snapshot, experts, "B")
         print(f"{candidate.name}: {fmean(untuned.values()):.4f}, ", end="")
         print(f"{fmean(tuned.values()):.4f} at {scale:.3g}", flush=True)
@@ -149,12 +154,7 @@ class Bench:
             "untuned": untuned,
             "tuned": tuned,
             "scale": scale,
-            # The start of a grid is also one of its points.
-            "tried": sorted(
-                {
-                    one.values[0]: one.score for found in (coarse, finer) for one in found.trials
-                }.items()
-            ),
+            "tried": sorted(tried.items()),
         }
 
     def _search(self, recipe: str, experts: Sequence[str]) -> SearchReport:
@@ -201,19 +201,19 @@ def main() -> None:
     ]
     bench = Bench(arguments.work.absolute(), quick=arguments.quick)
     members = json.loads((bench.family / "family.json").read_text())
+    known = arguments.results / "method_quality.json"
+    earlier: Figures = {}
+    if arguments.only and known.exists():
+        earlier = json.loads(known.read_text())["groups"]
     groups = {}
     for name, experts in GROUPS.items():
         print(f"{name}: {', '.join(experts)}", flush=True)
-        groups[name] = bench.group(experts, asked)
+        if earlier and earlier[name]["base"] != bench.judge.losses(BASE, experts, "B"):
+            sys.exit(f"{known} is of another family: measure all")
+        groups[name] = group = bench.group(experts, asked)
+        both = earlier.get(name, {}).get("candidates", {}) | group["candidates"]
+        group["candidates"] = {one.name: both[one.name] for one in every if one.name in both}
     bench.close()
-    known = arguments.results / "method_quality.json"
-    if arguments.only and known.exists():
-        earlier = json.loads(known.read_text())["groups"]
-        for name, group in groups.items():
-            if earlier[name]["base"] != group["base"]:
-                sys.exit(f"{known} is of another family: measure all")
-            both = earlier[name]["candidates"] | group["candidates"]
-            group["candidates"] = {one.name: both[one.name] for one in every if one.name in both}
     results: Figures = {
         "machine": machine(),
         "family": {key: members[key] for key in ("parameters", "seconds", "python", "torch")},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import fmean
+from statistics import fmean, median
 
 from tables import Told, machine, table
 
@@ -25,8 +25,8 @@ products, and stay as in the base.
 ![Losses of merge methods](plots/method-quality.svg)
 """
 LEFT_OUT = """\
-Left out, as they take a fixed number of experts: {names}. `fisher` has the Fishers of
-`examples/fisher.py`.
+Left out: {names}. `fisher` alone knows texts: it has the Fishers that `examples/fisher.py` makes of
+what each expert was trained on. Below, losses that differ by less than {same} are the same.
 """
 
 
@@ -75,7 +75,10 @@ def section(told: Told) -> str:
                 groups="; ".join(", ".join(group["base"]) for group in groups.values()),
             ),
             table(tuple(head), rows),
-            LEFT_OUT.format(names=", ".join(f"`{name}`" for name in told["left_out"])),
+            LEFT_OUT.format(
+                names=", ".join(f"`{name}` ({why})" for name, why in told["left_out"].items()),
+                same=SAME,
+            ),
             *(_said(group) for group in groups.values()),
         ]
     )
@@ -90,25 +93,26 @@ def _said(group: Told) -> str:
     found = ranked(group)
     tuned = {name: mean(one["tuned"]) for name, one in found.items()}
     untuned = {name: mean(one["untuned"]) for name, one in found.items()}
-    goal = tuned[TASK_ARITHMETIC]
-    better = [name for name, loss in tuned.items() if loss < goal - SAME]
-    same = [
-        name for name, loss in tuned.items() if abs(loss - goal) <= SAME and name != TASK_ARITHMETIC
-    ]
-    worse = [name for name, loss in tuned.items() if loss > goal + SAME]
-    average = untuned[AVERAGE]
-    good = [name for name, loss in untuned.items() if loss < average - SAME]
-    bad = [name for name, loss in untuned.items() if loss > mean(group["base"])]
+    base, goal, average = mean(group["base"]), tuned[TASK_ARITHMETIC], untuned[AVERAGE]
+    gains = [untuned[name] - loss for name, loss in tuned.items()]
+    others = {name: loss - goal for name, loss in tuned.items() if name != TASK_ARITHMETIC}
+    lists = {
+        f"Untuned, lower than the average of the experts (`linear`, {average:.3f})": [
+            name for name, loss in untuned.items() if loss < average - SAME
+        ],
+        f"Untuned, worse than the base ({base:.3f})": [
+            name for name, loss in untuned.items() if loss > base + SAME
+        ],
+        f"Tuned, lower than task arithmetic ({goal:.3f})": [
+            name for name, more in others.items() if more < -SAME
+        ],
+        "Tuned, the same": [name for name, more in others.items() if abs(more) <= SAME],
+        "Tuned, higher": [name for name, more in others.items() if more > SAME],
+    }
     return (
-        f"**{len(group['base'])} experts.** Untuned, the losses lie from "
-        f"{min(untuned.values()):.3f} to {max(untuned.values()):.3f}; with a tuned scale from "
-        f"{min(tuned.values()):.3f} to {max(tuned.values()):.3f}. "
-        f"Untuned and better than the average (`linear`, {average:.3f}) by more than {SAME}: "
-        f"{_list(good)}; worse than the base: {_list(bad)}. "
-        f"Tuned, beside task arithmetic ({goal:.3f}): better by more than {SAME}: {_list(better)}; "
-        f"within {SAME}: {_list(same)}; worse: {_list(worse)}.\n"
+        f"### Merging {len(group['base'])} experts: what helps\n\n"
+        f"- Tuning lowers the loss by {median(gains):.3f} (median; {min(gains):.3f} to "
+        f"{max(gains):.3f}). Tuned losses lie from {min(tuned.values()):.3f} to "
+        f"{max(tuned.values()):.3f}, half of them at most {median(tuned.values()):.3f}.\n"
+        + "".join(f"- {head}: {'; '.join(names) or 'none'}.\n" for head, names in lists.items())
     )
-
-
-def _list(names: list[str]) -> str:
-    return "; ".join(names) or "none"
