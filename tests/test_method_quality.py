@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+import families
+import gram_reference
+import numpy as np
 import pytest
 from checkpoints import size_of, write_safetensors
 from family_fixture import family
@@ -42,7 +46,7 @@ def model(directory: Path, byte: int) -> Path:
 def test_every_method_is_a_candidate_or_is_left_out_with_a_reason() -> None:
     """The candidates that are no adapters are the methods that are not left out, each once."""
     methods = [one.method for one in candidates.candidates() if not one.name.startswith("adapters")]
-    assert sorted([*methods, *candidates.left_out()]) == sorted(METHODS)
+    assert sorted([*set(methods), *candidates.left_out()]) == sorted(METHODS)
     assert all(reason for reason in candidates.left_out().values())
     names = [one.name for one in candidates.candidates()]
     assert len(set(names)) == len(names)
@@ -52,14 +56,25 @@ def test_a_candidate_is_a_recipe_whose_scale_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is prepared once, has the scale as its one free number, and is a merge without one."""
-    made = []
+    rng = np.random.default_rng(0)
+    known = {
+        "fisher": (np.ones((16, 16), np.float32), np.ones(16, np.float32)),
+        "gram": (gram_reference.packed(rng, 16, 16),),
+        "activation": (np.ones(16, np.float32),),
+    }
+    assert known.keys() == candidates.COMPANIONS.keys()
+    made = set()
 
-    def companion(family: Path, of: str) -> Path:
-        made.append(of)
-        return family / of
+    def companion(role: str, family: Path, of: str, _: object) -> Path:
+        made.add((role, of))
+        path = family / f"{of}-{role}"
+        names = ("model.layers.0.mlp.down_proj.weight", "model.norm.weight")
+        if not path.exists():
+            families.write_checkpoint(path, dict(zip(names, known[role], strict=False)))
+        return path
 
     for role in candidates.COMPANIONS:
-        monkeypatch.setitem(candidates.COMPANIONS, role, companion)
+        monkeypatch.setitem(candidates.COMPANIONS, role, partial(companion, role))
     with mstore.Store.init(tmp_path / "store") as store:
         for byte, name in enumerate(("base", *EXPERTS)):
             store.add(model(tmp_path / name, byte), name=name)
@@ -79,7 +94,8 @@ def test_a_candidate_is_a_recipe_whose_scale_is_free(
             assert {k: v for k, v in scaled.parameters.items() if k != "scale"} == {
                 k: v for k, v in whole.parameters.items() if k != "scale"
             }
-    assert sorted(made) == sorted(EXPERTS)
+    experts = {(role, of) for role in ("fisher", "gram") for of in EXPERTS}
+    assert made == experts | {("activation", "base")}
 
 
 @pytest.mark.rest
