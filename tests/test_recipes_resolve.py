@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from small_layers import LAYERS, NAMES, member
 
 from mstore import MergeRequest, Store
+from mstore.merge.methods.registry import METHODS
 from mstore.merge.planning.recipes import checked
 from mstore.merge.planning.request import Rule, Rules
 from mstore.merge.recipes.layers import ModelLayers, layers_of
@@ -359,6 +360,17 @@ def test_rescale_is_mergekits(store: Store) -> None:
     assert store.read_recipe(f"{text}, rescale: 1}}").request.parameters["rescale"] is True
     with pytest.raises(BadRequest, match="not 'l2'"):
         store.read_recipe(f"{text}, rescale: l2}}")
+
+
+def test_a_word_stands_for_a_number(store: Store) -> None:
+    """Where a parameter takes one, a recipe does, too; another word is refused by the line."""
+    text = "merge_method: regmean\nbase_model: base\nmodels: [{model: math}]\n"
+    text += "companions: {'gram:math': code}\nparameters: {weight: 1, block: "
+    for written, wanted in (("full", 0), ("32", 32)):
+        request = store.read_recipe(f"{text}{written}}}").request
+        assert METHODS["regmean"].parse(request.parameters)["block"] == wanted
+    with pytest.raises(BadRequest, match="line 5: block takes a whole number, not 'half'"):
+        store.read_recipe(f"{text}half}}")
 
 
 def test_linear_counts_its_base(store: Store) -> None:

@@ -107,7 +107,10 @@ def known_method(method: Method) -> RecipeMethod:
             one.name: _rescaling(one)
             if NORM in dict(one.words)
             else RecipeParameter(
-                *(one.kind, one.default, one.parse), each=one.each, of_base=one is SCALE
+                *(one.kind, one.default, one.parse),
+                each=one.each,
+                of_base=one is SCALE,
+                words=tuple(dict(one.words)),
             )
             for one in method.accepted
         },

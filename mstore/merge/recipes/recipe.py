@@ -384,7 +384,7 @@ class RecipeParameter(msgspec.Struct, frozen=True):
     default: mergekit's, as the method takes it; None if a recipe must set it. stated: whether the
     method's own default is another, so that requests state the value. each: whether models may have
     values of their own. of_base: whether mergekit has it not, and only its default has a meaning
-    without a base model. check: returns a recipe's
+    without a base model. words: what may stand for a number. check: returns a recipe's
     value as the method takes it, or raises. write: the reverse.
     """
 
@@ -394,6 +394,7 @@ class RecipeParameter(msgspec.Struct, frozen=True):
     stated: bool = False
     each: bool = False
     of_base: bool = False
+    words: tuple[str, ...] = ()
     write: Callable[[object], object] = lambda value: value
 
 

@@ -465,7 +465,7 @@ class _Resolver:
     ) -> object:
         """Return a parameter's value as the method takes it; its default if there is none."""
         known = self._method.parameters[name]
-        value, line = self._found(name, known.kind, tensor, scopes)
+        value, line = self._found(name, known.kind, tensor, scopes, known.words)
         if value is None:
             if known.default is None:
                 self._refuse_missing(name, tensor, model, scopes)
@@ -492,7 +492,12 @@ class _Resolver:
         return float(value)
 
     def _found(
-        self, name: str, kind: Kind, tensor: _Tensor, scopes: Sequence[Settings]
+        self,
+        name: str,
+        kind: Kind,
+        tensor: _Tensor,
+        scopes: Sequence[Settings],
+        words: Sequence[str] = (),
     ) -> tuple[Given | None, int]:
         for settings in scopes:
             setting = settings.get(name)
@@ -501,6 +506,8 @@ class _Resolver:
             try:
                 found = setting.value(tensor.name, tensor.t, kind)
             except NotThatKind as error:
+                if error.args[0] in words:
+                    return error.args[0], setting.line
                 self._refuse(f"{name} takes {_KINDS[kind]}, not {error.args[0]!r}", setting.line)
             if found is not None:
                 return found
