@@ -14,9 +14,12 @@ import pytest
 from families import Arrays
 from hypothesis import given
 from hypothesis import strategies as some
+from msgspec import structs
 
 from mstore import MergeRequest, Store
 from mstore.merge.arithmetic import grams
+from mstore.merge.planning.validate import check_fits
+from mstore.store.objects.plan import Plan
 from mstore.terms.errors import BadRequest, Incompatible
 
 
@@ -143,6 +146,17 @@ def test_what_only_some_experts_tell_of_is_refused(place: Place) -> None:
     place.store.merge(place.plan(*both), name="merged")
     found = place.store["merged"].tensor("v")
     assert np.allclose(found, place.base["v"] + 0.15, atol=1e-6)
+
+
+def test_a_plan_with_another_companion_is_refused(place: Place) -> None:
+    """What has no Gram matrices is none, in a plan from elsewhere, too."""
+    catalog = place.store._catalog
+    plan = catalog.record(Plan, place.plan("g0", "g1").plan)
+    check_fits(catalog, plan)
+    *others, last = plan.inputs
+    changed = structs.replace(last, manifest=bytes(place.store["e0"].manifest))
+    with pytest.raises(BadRequest, match="does not fit this tensor"):
+        check_fits(catalog, structs.replace(plan, inputs=(*others, changed)))
 
 
 def test_weights_divide(place: Place) -> None:

@@ -27,6 +27,8 @@ import numpy.typing as npt
 from mstore.merge.arithmetic.tiles import address
 from mstore.numeric.matmul import Doubles, Singles
 from mstore.numeric.passes import Pass
+from mstore.terms.errors import Incompatible
+from mstore.terms.phrases import Option
 
 _turns: Final = Pass(
     "mstore.merge.arithmetic.grams", "turns", "piiippppp", ("merge/arithmetic/grams.c",)
@@ -60,12 +62,6 @@ def bytes_of(width: int) -> int:
     return 4 * width + width * (width - 1) // 2
 
 
-def is_sound(packed: Bytes, width: int) -> bool:
-    """Return whether the roots of a matrix are numbers from 0 on; uint8[blocks, size]."""
-    roots = np.ascontiguousarray(packed[:, : 4 * width]).view("<f4")
-    return bool(((roots >= 0) & (roots < np.inf)).all())
-
-
 def turns(
     packed: Sequence[Bytes], weights: Sequence[float], shrink: float, *, norms: bool = True
 ) -> Turns | int:
@@ -96,6 +92,31 @@ def turns(
     return Turns(found, np.sqrt(np.sqrt(np.sqrt(values))) * (1 + 2.0**-50 * (width + 2) ** 2))
 
 
+def require(packed: Bytes, width: int, inputs: int) -> None:
+    """Raise Incompatible unless this is a Gram matrix of so many inputs, in blocks of `width`."""
+    blocks, size = packed.shape
+    theirs = width_of(size)
+    if theirs != width or blocks != -(-inputs // width):
+        of = f"blocks of {theirs} inputs" if theirs else "no blocks"
+        raise Incompatible(
+            f"its Gram matrix has {blocks} {of}: {-(-inputs // width)} of {width} are needed",
+            hint=None if theirs is None else Option("parameters", {"block": theirs}),
+        )
+    roots = np.ascontiguousarray(packed[:, : 4 * width]).view("<f4")
+    if not ((roots >= 0) & (roots < np.inf)).all():
+        raise Incompatible("its Gram matrix has roots that are no numbers")
+
+
+def no_inverse(block: int, packed: Sequence[Bytes]) -> Incompatible:
+    """Return the error for a sum of Gram matrices of which this block has no inverse."""
+    width = width_of(packed[0].shape[1]) or 0
+    return Incompatible(
+        f"the sum of the Gram matrices has no inverse: inputs {block * width} to "
+        f"{(block + 1) * width - 1} vary together too much",
+        hint=Option("parameters", {"shrink": 0.5}),
+    )
+
+
 _kept: dict[bytes, Turns] = {}
 _lock: Final = Lock()
 
@@ -105,7 +126,7 @@ def kept_turns(
 ) -> Turns:
     """Return `turns` of what can be inverted; the last ones are kept for the next chunks.
 
-    key: a digest of all the others.
+    key: a digest of all the others.  Raises Incompatible for others, in a plan that is not ours.
     """
     with _lock:
         found = _kept.pop(key, None)
@@ -113,7 +134,8 @@ def kept_turns(
             while len(_kept) >= KEPT:
                 del _kept[next(iter(_kept))]
             made = turns(packed, weights, shrink, norms=False)
-            assert isinstance(made, Turns), "planning has inverted it"
+            if isinstance(made, int):
+                raise no_inverse(made, packed)
             found = made
         _kept[key] = found
         return found

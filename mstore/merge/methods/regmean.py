@@ -120,6 +120,8 @@ class Turned(ChunkSums):
     def sums(self, chunk: Chunk, shape: Sequence[int], weights: Sequence[float]) -> Doubles:
         found = np.zeros(chunk.n)
         if self._packed:
+            for one in self._packed:
+                grams.require(one, self.width_of(row_length(shape)), row_length(shape))
             turns = grams.kept_turns(self._digest, self._packed, self._given, self.shrink)
             for first, rows, column, columns in chunk_sums.parts(chunk, row_length(shape)):
                 own = found[first : first + rows * columns].reshape(rows, columns)
@@ -241,36 +243,20 @@ class Regressed(Sum):
         what = blake3(told + b"".join(id for id, _ in sides)).digest(length=15)
 
         def measure() -> list[float]:
-            packed = [self._packed(facts, side, width) for side in sides]
-            found = grams.turns(packed, weights, shrink)
-            if isinstance(found, int):
-                raise Incompatible(
-                    f"the sum of the Gram matrices has no inverse: inputs {found * width} to "
-                    f"{(found + 1) * width - 1} vary together too much",
-                    where=facts.name,
-                    hint=Option("parameters", {SHRINK.name: 0.5}),
-                )
+            packed = [facts.array(side) for side in sides]
+            try:
+                for one in packed:
+                    grams.require(one, width, facts.base.shape[1])
+                found = grams.turns(packed, weights, shrink)
+                if isinstance(found, int):
+                    raise grams.no_inverse(found, packed)
+            except Incompatible as error:
+                error.locate(facts.name)
+                raise
             return [_up(norm) for norm in found.norms.tolist()]
 
         keys = [(id, what + bytes([k % 256])) for k, (id, _) in enumerate(sides)]
         return facts.once(keys, measure)
-
-    def _packed(self, facts: TensorFacts, side: Side, width: int) -> grams.Bytes:
-        found = facts.array(side)
-        blocks, size = found.shape
-        theirs = grams.width_of(size)
-        inputs = facts.base.shape[1]
-        if theirs != width or blocks != -(-inputs // width):
-            of = f"blocks of {theirs} inputs" if theirs else "no blocks"
-            hint = None if theirs is None else Option("parameters", {WIDTH.name: theirs})
-            raise Incompatible(
-                f"its Gram matrix has {blocks} {of}: {-(-inputs // width)} of {width} are needed",
-                where=facts.name,
-                hint=hint,
-            )
-        if not grams.is_sound(found, width):
-            raise Incompatible("its Gram matrix has roots that are no numbers", where=facts.name)
-        return found
 
 
 def _up(value: float) -> float:

@@ -77,7 +77,7 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
         for number, tensor in enumerate(tensors):
             own = records[number * len(members) : (number + 1) * len(members)]
             _check_tensor(plan, tensor, [own[one] for one in read], operations.of(tensor))
-            _check_states(tensor, inputs, asked)
+            _check_states(tensor, inputs, asked, own)
 
 
 def _asked(plan: Plan, operations: Operations) -> tuple[Companion, ...]:
@@ -150,14 +150,22 @@ def _check_tensor(
         raise _unfit(tensor)
 
 
-def _check_states(tensor: PlanTensor, inputs: Inputs, asked: Sequence[Companion]) -> None:
-    """Check that what is read of an expert is read of its companions, too, and that it has them."""
+def _check_states(
+    tensor: PlanTensor, inputs: Inputs, asked: Sequence[Companion], records: Sequence[Tensor]
+) -> None:
+    """Check that what is read of an expert is read of its companions, too, and that it has them.
+
+    records: of all inputs.  Those of companions that are facts must be what is asked for.
+    """
     count = len(inputs.models)
     for one, numbers in split(asked, count, range(len(tensor.states))):
         for k, number in enumerate(numbers):
             own = tensor.states[number]
             if not one.is_read:
-                if set(own) - {BELOW}:
+                shape = one.shape(tensor.name, records[0].shape)
+                is_there = shape is not None and inputs.has(number, tensor.source(1 + number))
+                is_odd = is_there and not one.fits(shape or (), records[1 + number])
+                if is_odd or set(own) - {BELOW}:
                     raise _unfit(tensor)
                 continue
             if any(s not in _WITH[of] for of, s in zip(tensor.states[k], own, strict=True)):

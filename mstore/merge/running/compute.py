@@ -76,8 +76,8 @@ def blend(
         add_up(tensor.mix, experts, base, dtypes[0], task.first_index, task.n, out, dtypes[1])
         return (0,) * len(experts)
     chunk = chunk_of(loaded, quotas)
-    own = masks_of(tensor, chunk), weights_of(tensor, chunk)
     try:
+        own = masks_of(tensor, chunk), weights_of(tensor, chunk)
         return tensor.kernel(tensor.mix, chunk, out, tensor.out_dtype, *own)
     except Incompatible as error:
         error.locate(tensor.name)
