@@ -410,9 +410,9 @@ class Wanted:
             "--with",
             metavar="ROLE:EXPERT=REF",
             help="A further input that the method needs (a companion), of an expert as `--expert` "
-            "names it, or ROLE=REF of the merge. `--method fisher` needs `fisher:EXPERT=REF` for "
-            "each expert: its diagonal Fisher, as a checkpoint in the store; `masked` needs "
-            "`mask:EXPERT=REF`, and `safe_merge` `aligned=REF` and `unaligned=REF`. Repeatable.",
+            "names it, or ROLE=REF of the merge. `--method regmean` needs `gram:EXPERT=REF` for "
+            "each expert, `aim` `activation:base=REF`, `safe_merge` `aligned=REF` and "
+            "`unaligned=REF`; `mstore methods NAME` says what a method needs. Repeatable.",
             group=WHAT,
         ),
     ] = ()

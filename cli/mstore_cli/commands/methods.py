@@ -33,8 +33,8 @@ def methods(
 
     The description has formula, parameters, facts, bound and source. BOUND says what a plan under a
     budget tells of its error: certified (a proved bound) or estimate. Facts are what a method must
-    know of whole tensors; they are measured once, apart from the budget. The common symbols are in
-    docs/merge-methods.md.
+    know of whole tensors; they are measured once, apart from the budget. "with" is what `--with`
+    must name beside base and experts. The common symbols are in docs/merge-methods.md.
     """
     from mstore import Store
 
@@ -61,6 +61,7 @@ def _describe(screen: Screen, one: MethodReport) -> None:
             ("makes", one.summary),
             ("formula", one.formula),
             ("experts", count + (", with weights" if one.weighted else ", without weights")),
+            *([("with", ", ".join(f"{key}=REF" for key in one.companions))] * bool(one.companions)),
             ("facts", "; ".join(one.facts) or "none"),
             ("bound", _bound(one)),
             ("source", one.source),

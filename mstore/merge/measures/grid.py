@@ -87,6 +87,11 @@ class Companion(msgspec.Struct, frozen=True):
         return f"{'an' if self.role[0] in 'aeiou' else 'a'} {self}"
 
     @property
+    def key(self) -> str:
+        """What requests name one by: ROLE:EXPERT of an expert, ROLE:base, or ROLE of the merge."""
+        return self.role + {EXPERT: ":EXPERT", BASE: f":{BASE}", None: ""}[self.of]
+
+    @property
     def words(self) -> str:
         """What a method takes, for a sentence."""
         whose = {EXPERT: " for each expert", BASE: " for the base", None: ""}

@@ -228,6 +228,8 @@ class MethodReport(Report, frozen=True):
     """whether experts have weights"""
     parameters: tuple[ParameterReport, ...]
     """its parameters"""
+    companions: tuple[str, ...]
+    """what it takes beside base and experts, as `--with` names it"""
     facts: tuple[str, ...]
     """what it must know of whole tensors first: measured once, apart from the budget"""
     certified: bool
@@ -254,6 +256,7 @@ def _described(method: Method) -> MethodReport:
         least_experts=method.least if method.experts is None else method.experts,
         weighted=method.weighted,
         parameters=tuple(map(_parameter, method.accepted)),
+        companions=tuple([one.key for one in method.companions]),
         facts=() if method.facts is None else (method.facts,),
         certified=method.has_bound,
     )
