@@ -19,8 +19,11 @@ Families of random numbers, three experts of half a million elements:
     grid          steps of a few sizes, in bf16 and in fp32
     undecided     two experts move every element apart by one step, and a light third one decides
 
-Fishers of these are random over ten powers of ten, a tenth of them zero; those of the trained
-family are what `examples/fisher.py` makes of 256 windows of what each expert was trained on.
+Fishers of these are random over ten powers of ten, a tenth of them zero; Gram matrices and
+magnitudes are of random inputs, of sizes over powers of ten.  Those of the trained family are what
+`examples/fisher.py` and `examples/gram.py` make of 256 windows of what each expert was trained on,
+the base's of all of that.  Masks are those of `mstore emr`; the aligned model is the last expert,
+the unaligned one the base.
 
 `ratios` are measured over estimated error: above 1 the merge is further off than was estimated.
 `looked` are the bytes read to know the ties under a budget, once a density, over what the merge
@@ -47,13 +50,21 @@ sys.path.insert(1, str(Path(__file__).parent.parent / "examples"))
 import ml_dtypes
 import numpy as np
 from measure import RESULTS, keep, machine
+from safetensors.numpy import save_file
 
 import mstore
+from mstore.merge.measures.grid import Companion
+from mstore.merge.methods.method import Method
 from mstore.merge.methods.registry import METHODS
+from mstore.store.objects.plan import BASE
 
 BLOCK_SIZE = 1 << 16
 ELEMENTS = 8 * BLOCK_SIZE
 ROW = 1 << 10
+INPUTS = 64
+"""Inputs of a block of a Gram matrix."""
+WINDOWS = 256
+TOKENS = 128
 SHARES = (0.1, 0.3, 0.6, 0.9, 0.99)
 WEIGHTS = {
     "equal": (1.0, 1.0, 1.0, 1.0),
@@ -102,6 +113,12 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tensor_sum", {}),
     *((method, {"alpha": 0.5}) for method in ("add_cosine_a", "add_cosine_b")),
     *(("clamp", {"stiffness": stiffness}) for stiffness in (0.0, 0.5)),
+    ("regmean", {}),
+    ("aim", {"omega": 0.4}),
+    # Above 1 no cosine is, so every matrix is mixed.
+    *(("safe_merge", {"threshold": threshold}) for threshold in (0.35, 1.0)),
+    ("emr", {}),
+    ("masked", {}),
 )
 UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}
 Array = np.ndarray[Any, Any]
@@ -185,12 +202,12 @@ def write(directory: Path, model: Model) -> None:
     """A safetensors file; what is float64 becomes bf16."""
     header, data = {}, b""
     for name, array in model.items():
-        is_single = array.dtype == np.float32 and name != "a"
+        is_single = array.dtype == np.float32
         stored = (array if is_single else array.astype(ml_dtypes.bfloat16)).tobytes()
         header[name] = {
             "dtype": "F32" if is_single else "BF16",
             # Rows, for methods that rank along them.
-            "shape": [array.size // ROW, ROW] if array.ndim == 1 else list(array.shape),
+            "shape": [array.size // ROW, ROW],
             "data_offsets": [len(data), len(data) + len(stored)],
         }
         data += stored
@@ -205,51 +222,155 @@ def fishers(models: Sequence[Model]) -> list[Model]:
 
     def known(array: Array) -> Array:
         values = 10.0 ** rng.uniform(-12, -2, array.shape) * (rng.random(array.shape) < 0.9)
-        return values.astype(np.float32)
+        return values.astype(np.float32).reshape(-1, ROW)
 
-    # "a" would be written as bf16, which is as good.
-    return [{name: known(array) for name, array in one.items()} for one in models[1:]]
+    return [{name: known(array) for name, array in one.items()} for one in models]
 
 
-def fisher_of(trained: Path, name: str) -> Path:
-    """The Fisher of a trained expert, made now if it is not there."""
-    path = trained / f"{name}-fisher"
+def grams(models: Sequence[Model]) -> list[Model]:
+    """Gram matrices of inputs that vary together, of sizes that differ a hundredfold."""
+    from gram import packed
+
+    rng = np.random.default_rng(18)
+    blocks, tokens = ROW // INPUTS, 2 * INPUTS
+
+    def drawn() -> Array:
+        common = rng.standard_normal((blocks, tokens, 1))
+        inputs = common + rng.standard_normal((blocks, tokens, INPUTS))
+        inputs *= 10.0 ** rng.uniform(-1, 1, (blocks, 1, INPUTS))
+        return packed(inputs.transpose(0, 2, 1) @ inputs / tokens)
+
+    return [{name: drawn() for name in one} for one in models]
+
+
+def magnitudes(models: Sequence[Model]) -> list[Model]:
+    """Mean magnitudes of inputs, over four powers of ten."""
+    rng = np.random.default_rng(19)
+    return [
+        {name: (10.0 ** rng.uniform(-2, 2, ROW)).astype(np.float32) for name in one}
+        for one in models
+    ]
+
+
+def fisher_of(model: Any, windows: Sequence[Any]) -> Model:
+    """What a trained model knows of its elements."""
+    from fisher import diagonal
+
+    return {name: one.numpy() for name, one in diagonal(model, windows).items()}
+
+
+def inputs_of(model: Any, windows: Sequence[Any], block: int | None) -> Model:
+    """Gram matrices of what a trained model's layers are given, or mean magnitudes: no block."""
+    from gram import Sums, gather
+
+    sums = Sums(block)
+    gather(model, windows, sums)
+    return sums.tensors()
+
+
+INVENTED: Mapping[str, Callable[[Sequence[Model]], list[Model]]] = {
+    "fisher": fishers,
+    "gram": grams,
+    "activation": magnitudes,
+}
+GATHERED: Mapping[str, Callable[[Any, Sequence[Any]], Model]] = {
+    "fisher": fisher_of,
+    "gram": lambda model, windows: inputs_of(model, windows, INPUTS),
+    "activation": lambda model, windows: inputs_of(model, windows, None),
+}
+ROLES = {one.role: one for method in METHODS.values() for one in method.companions}
+
+
+def called(one: Companion, experts: Sequence[str]) -> dict[str, str]:
+    """The names of companions of one role in the store, by those of a request."""
+    if one.of is None:
+        return {one.role: one.role}
+    names = ["base"] if one.of == BASE else experts
+    return {f"{one.role}:{name}": f"{name}-{one.role}" for name in names}
+
+
+def companions_of(method: Method, experts: Sequence[str]) -> dict[str, str]:
+    """The companions of a request for a merge of these experts."""
+    return {
+        asked: name for one in method.companions for asked, name in called(one, experts).items()
+    }
+
+
+def gathered(trained: Path, members: Sequence[str], name: str, role: str) -> Path:
+    """A companion of a trained model, of the texts it has seen, made now if it is not there."""
+    path = trained / f"{name}-{role}"
     if not path.exists():
         from family import DOMAINS, load, read_corpus
-        from fisher import diagonal, windows_of, write
+        from fisher import windows_of
 
-        domain = next(one for one in DOMAINS if one.name == name)
-        windows = windows_of(read_corpus(domain).training.tolist(), 256, 128)
-        write(diagonal(load(trained / name), windows), path)
+        domains = [one for one in DOMAINS if one.name in members and name in (one.name, "base")]
+        windows = [
+            window
+            for one in domains
+            for window in windows_of(
+                read_corpus(one).training.tolist(), WINDOWS // len(domains), TOKENS
+            )
+        ]
+        save(path, GATHERED[role](load(trained / name), windows))
     return path
 
 
+def save(path: Path, tensors: Model) -> None:
+    """A companion, as it is."""
+    path.mkdir(parents=True)
+    save_file(tensors, path / "model.safetensors")
+
+
+def add_masks(store: mstore.Store, experts: Sequence[str]) -> None:
+    """The masks with which a model of all experts would be theirs."""
+    store.emr(MergeRequest(base="base", experts=experts, method="emr"), name="emr")
+    for name in experts:
+        store.tag(f"{name}-mask", f"emr/masks/{name}")
+
+
+def add_alignment(store: mstore.Store, experts: Sequence[str]) -> None:
+    """What alignment changed is said to be what the last expert did."""
+    store.tag("aligned", experts[-1])
+    store.tag("unaligned", "base")
+
+
 def set_up(work: Path, family: str, trained: Path) -> tuple[mstore.Store, list[str]]:
-    """A store of the family with the Fishers of its experts, and its experts."""
+    """A store of the family with all companions, and its experts."""
     root = work / "estimates"
     shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    known = {}
     if family == TRAINED:
-        told = json.loads((trained / "family.json").read_text())
-        directories = {name: trained / name for name in told["members"]}
-        known = {name: fisher_of(trained, name) for name in told["members"] if name != "base"}
+        members = json.loads((trained / "family.json").read_text())["members"]
+        directories = {name: trained / name for name in members}
+        experts = [name for name in members if name != "base"]
+        for role in GATHERED:
+            for of, name in called(ROLES[role], experts).items():
+                known[name] = gathered(trained, members, of.partition(":")[2], role)
     else:
-        directories, known = {}, {}
-        models = FAMILIES[family]()
-        for number, model in enumerate(models):
-            name = f"e{number}" if number else "base"
-            directories[name] = root / name
+        models = {
+            f"e{number}" if number else "base": model
+            for number, model in enumerate(FAMILIES[family]())
+        }
+        directories = {name: root / name for name in models}
+        experts = [name for name in models if name != "base"]
+        for name, model in models.items():
             write(root / name, model)
-        for number, model in enumerate(fishers(models), start=1):
-            known[f"e{number}"] = root / f"e{number}-fisher"
-            write(known[f"e{number}"], model)
-    root.mkdir(parents=True, exist_ok=True)
+        for role, invent in INVENTED.items():
+            names = called(ROLES[role], experts)
+            own = invent([models[of.partition(":")[2]] for of in names])
+            for name, tensors in zip(names.values(), own, strict=True):
+                known[name] = root / name
+                save(root / name, tensors)
     store = mstore.Store.init(root / "store", block_size=BLOCK_SIZE)
-    store.add(directories.pop("base"), name="base")
-    for name, directory in directories.items():
-        store.add(directory, name=name, base="base")
+    store.add(directories["base"], name="base")
+    for name in experts:
+        store.add(directories[name], name=name, base="base")
     for name, directory in known.items():
-        store.add(directory, name=f"{name}-fisher")
-    return store, list(directories)
+        store.add(directory, name=name)
+    add_masks(store, experts)
+    add_alignment(store, experts)
+    return store, experts
 
 
 def compare(
@@ -264,15 +385,13 @@ def compare(
             asked = {"method": method, "parameters": parameters, "weights": kind}
             found += [one for one in known if asked.items() <= one.items()]
             continue
-        count = METHODS[method].experts
+        own = experts[: METHODS[method].experts]
         report = store.sweep(
             MergeRequest(
                 base="base",
-                experts=list(zip(experts, weights[:count], strict=False)),
+                experts=list(zip(own, weights, strict=False)),
                 method=method,
-                companions={f"fisher:{name}": f"{name}-fisher" for name in experts}
-                if METHODS[method].companions
-                else {},
+                companions=companions_of(METHODS[method], own),
                 parameters=parameters,
             ),
             shares=SHARES,
