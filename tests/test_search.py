@@ -385,6 +385,19 @@ def test_another_set_reports(place: Path) -> None:
         assert len(show.shown) == report.evaluated
 
 
+def test_a_model_with_an_adapter_is_no_snapshot(place: Path) -> None:
+    """It is an expert of trials and of the winner; by itself it has no score, and a reason."""
+    with Store.open(place / "store") as store:
+        store.extract_lora("e1", "base", rank=4, name="lora")
+        recipe = RECIPE.replace("model: e1", "model: base+lora")
+        report = search(store, Eyes(place, store), recipe=recipe, trials=2)
+        told = {one.name: (one.score is None, one.error) for one in report.reported}
+        assert told["base+lora"][0]
+        assert "an adapter on a model" in str(told["base+lora"][1])
+        assert not told["e0"][0]
+        assert report.snapshot == store["best"].id
+
+
 def test_what_cannot_be_searched(place: Path) -> None:
     """Wrong numbers, models that are missing, and guarded branches are refused before a trial."""
     with Store.open(place / "store") as store:

@@ -35,7 +35,7 @@ from mstore.snapshots.notes import NoteReport
 from mstore.store.catalog import Catalog
 from mstore.store.models import snapshot_of
 from mstore.store.objects.note import EVALUATION, VALUE, packed
-from mstore.terms.errors import BadRequest, CommandFailed, WrongCommand
+from mstore.terms.errors import BadRequest, CommandFailed, NotFound, WrongCommand
 from mstore.terms.ids import PlanId, SnapshotId
 from mstore.terms.phrases import Option, phrase
 from mstore.terms.report import Report
@@ -88,9 +88,9 @@ class ReportedScore(Report, frozen=True):
     name: str
     """the model, as the recipe or the caller names it"""
     snapshot: SnapshotId | None
-    """its snapshot; null for start and all, which are kept nowhere"""
+    """its snapshot; null for start and all, which are kept nowhere, and for an adapter on a model"""
     score: float | None
-    """the score; null: the command failed"""
+    """the score; null: there is none"""
     error: str | None
     """why there is none"""
 
@@ -514,8 +514,14 @@ class Search(msgspec.Struct, frozen=True):
         found = [noted(WINNER, self.name, winner)]
         found.append(_scored(START if is_first else ALL, self.start_told, None, started))
         for model in self.template.models:
-            snapshot = catalog.resolve(snapshot_of(self.revisions.get(model, model)))
-            found.append(noted(EXPERT, model, snapshot))
+            try:
+                snapshot = catalog.resolve(snapshot_of(self.revisions.get(model, model)))
+            except NotFound:
+                # Trials had it: it is a model with an adapter.
+                why = "an adapter on a model, which is no snapshot by itself"
+                found.append(ReportedScore(EXPERT, model, None, None, why))
+            else:
+                found.append(noted(EXPERT, model, snapshot))
         return tuple(found)
 
     @property
