@@ -88,7 +88,7 @@ class ReportedScore(Report, frozen=True):
     name: str
     """the model, as the recipe or the caller names it"""
     snapshot: SnapshotId | None
-    """its snapshot; null for start and all, which are kept nowhere, and for an adapter on a model"""
+    """its snapshot; null for start and all, which are kept nowhere, and for adapters on models"""
     score: float | None
     """the score; null: there is none"""
     error: str | None
