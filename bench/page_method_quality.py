@@ -19,14 +19,14 @@ nats a byte, the mean over the domains of the experts that are merged: {groups}.
 other half gives every figure here.
 
 *Adapters*: each expert becomes a LoRA adapter (`extract-lora`; `full`: of full rank, nothing is
-lost), `combine-adapters` makes one of them, and that is merged with a `scale`. Norms have no
-products, and stay as in the base.
+lost), `combine-adapters` makes one of them, and that is merged with a `scale`. (When `cat` and
+`ties_svd` were measured, norms stayed as in the base.)
 
 ![Losses of merge methods](plots/method-quality.svg)
 """
 LEFT_OUT = """\
-Left out: {names}. `fisher` alone knows texts: it has the Fishers that `examples/fisher.py` makes of
-what each expert was trained on. Below, losses that differ by less than {same} are the same.
+Left out: {names}. `fisher`, `regmean` and `aim` know texts: they have what `examples/fisher.py`
+and `examples/gram.py` make of what the experts were trained on. Below, losses that differ by less than {same} are the same.
 """
 
 

@@ -18,7 +18,7 @@ the weights of each linear layer, of the same name:
 
 A Gram matrix is of an expert, and the text is what that expert was trained for; magnitudes are of
 the base, and of texts as they are. A text is cut into windows of equal length, of which N are taken
-evenly, so no token is padding. 256 windows of 512 tokens are plenty for blocks of 64.
+evenly, so no token is padding. The usual 256 windows of 512 tokens are plenty for blocks of 64.
 
 `--by-layer` holds one layer in memory at a time, and what all windows are between two layers: for
 models that do not fit. It takes models whose decoder is a list of layers (Llama, Mistral, Qwen).
@@ -254,7 +254,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--text", type=Path, action="append", required=True, help="UTF-8 text")
     parser.add_argument("--windows", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=128, help="of a window")
+    parser.add_argument("--tokens", type=int, default=512, help="of a window")
     parser.add_argument("--block", type=block_of, default=64, help=f"inputs of a block, or {FULL}")
     parser.add_argument("--magnitudes", action="store_true", help="vectors for aim")
     parser.add_argument("--by-layer", action="store_true", help="one layer in memory at a time")

@@ -213,7 +213,7 @@ def test_fine_tunes_of_one_base_are_aligned(pair: Pair) -> None:
     before = pair.store.refs()
     with pytest.raises(Incompatible, match="has the same order as model") as caught:
         pair.store.permute("tuned", to="model", name="back")
-    assert "merge(base='model', experts=['tuned'])" in str(caught.value.hint)
+    assert "merge(base='model', experts=['tuned'], method=" in str(caught.value.hint)
     assert pair.store.refs() == before
 
 
@@ -225,8 +225,11 @@ def test_lineage_tells_that_models_are_aligned(
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     for name in ("tuned", "sibling"):
         pair.add(name, pair.planted.of(pair.tensors), base="model")
-    with pytest.raises(Incompatible, match="comes of the same base"):
+    with pytest.raises(Incompatible, match="comes of the same base") as caught:
         pair.store.permute("tuned", to=to, name="back")
+    # Of two siblings both are experts of their base.
+    told = {"sibling": "experts=['sibling', 'tuned']", "model": "experts=['tuned']"}
+    assert told.get(to, "merge(") in str(caught.value.hint)
 
 
 def test_what_is_as_good_stays() -> None:

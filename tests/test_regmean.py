@@ -117,14 +117,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 def test_blocks_of_another_size_are_refused(place: Place) -> None:
     """With the size that the matrices have."""
-    with pytest.raises(Incompatible, match="3 blocks of 8 inputs: 1 of 20 are needed") as refused:
+    with pytest.raises(
+        Incompatible, match="has 3 blocks of 8, and the merge takes 1 of 20"
+    ) as refused:
         place.plan("g0", "g1", parameters={"block": "full"})
     assert "'block': 8" in str(refused.value.hint)
 
 
 def test_what_is_no_gram_matrix(place: Place) -> None:
     """A model, a root that is no number, and bytes of no block are refused by the tensor."""
-    with pytest.raises(Incompatible, match=r"is F32 \[40, 20\]: a Gram has the shape, \[any"):
+    with pytest.raises(Incompatible, match=r"is F32 \[40, 20\]: a Gram matrix has the shape \[any"):
         place.plan("g0", "e1")
     wild = {name: one.copy() for name, one in place.grams[1].items()}
     wild["v"][0, :4] = np.frombuffer(np.float32(np.nan).tobytes(), dtype=np.uint8)
@@ -132,7 +134,7 @@ def test_what_is_no_gram_matrix(place: Place) -> None:
         place.plan("g0", place.add("wild", wild))
     assert refused.value.where == "v"
     cut = {name: np.ascontiguousarray(one[:, :-1]) for name, one in place.grams[1].items()}
-    with pytest.raises(Incompatible, match="no blocks"):
+    with pytest.raises(Incompatible, match="blocks of no size that one has"):
         place.plan("g0", place.add("cut", cut))
 
 
@@ -159,6 +161,22 @@ def test_a_plan_with_another_companion_is_refused(place: Place) -> None:
         check_fits(catalog, structs.replace(plan, inputs=(*others, changed)))
 
 
+def test_the_gram_matrix_of_another_model(place: Place) -> None:
+    """It is told by its names, and by how many inputs it is of."""
+    rng = np.random.default_rng(4)
+    named = place.add("named", {"other": gram_reference.packed(rng, 20, 8)})
+    with pytest.raises(Incompatible, match="it is the Gram matrix of another model") as refused:
+        place.plan("g0", named)
+    assert refused.value.where == "named"
+    small = place.add("small", {n: gram_reference.packed(rng, 8, 8) for n in ("w", "v")})
+    with pytest.raises(Incompatible, match="of 1 to 8 inputs, and the layer has 20"):
+        place.plan("g0", small)
+    full = {n: gram_reference.packed(rng, 20, 20) for n in ("w", "v")}
+    with pytest.raises(Incompatible, match="has one block, and the merge takes 3 of 8") as refused:
+        place.plan(place.add("full0", full), place.add("full1", full))
+    assert "'block': 'full'" in str(refused.value.hint)
+
+
 def test_weights_divide(place: Place) -> None:
     """None is negative, and one at least is not zero."""
     for weights in ((1.0, -0.5), (0.0, 0.0)):
@@ -170,7 +188,7 @@ def test_weights_divide(place: Place) -> None:
 def test_it_needs_a_matrix_for_each_expert(place: Place) -> None:
     """The refusal says how one is given."""
     request = MergeRequest(base="base", experts=["e0", "e1"], method="regmean")
-    with pytest.raises(BadRequest, match="takes a Gram for each expert") as refused:
+    with pytest.raises(BadRequest, match="takes a Gram matrix for each expert") as refused:
         place.store.plan(request)
     assert "gram:e0" in str(refused.value.hint)
 

@@ -98,6 +98,19 @@ def test_experts_that_are_left_out() -> None:
     assert [str(one.model) for one in part.sources] == ["b"]
 
 
+def test_what_belongs_to_an_expert_goes_with_it() -> None:
+    """Companions of experts that are left out are, too; those of others, the base and the merge
+    stay."""
+    text = "merge_method: regmean\nbase_model: base\nmodels:\n"
+    text += "".join(
+        f"  - {{model: {name}, parameters: {{weight: {{min: 0, max: 1}}}}}}\n" for name in "ab"
+    )
+    text += "companions: {'gram:a': ga, 'gram:b': gb, 'activation:base': base, aligned: a}\n"
+    kept = recipe_of(template(text).fill([0.5, 0.5], ["b"])).companions
+    told = {str(key): str(one) for key, one in kept}
+    assert told == {"gram:b": "gb", "activation:base": "base", "aligned": "a"}
+
+
 @given(
     tree=st.recursive(
         st.none()

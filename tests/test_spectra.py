@@ -591,3 +591,14 @@ def test_another_processor_says_so(store: Store, copied: Path) -> None:
         one, other = (applied(opened, f"by/{kind}") for kind in said)
     for name in SHAPES:
         np.testing.assert_allclose(one[name], other[name], atol=1e-5)
+
+
+def test_a_merge_by_one_of_them_is_told_where_it_is() -> None:
+    """The names that only adapters have are known to merges, which say what to call."""
+    from mstore.merge.methods import registry
+
+    assert set(METHODS) - set(registry.METHODS) == registry.OF_ADAPTERS
+    for name in ("tsv", "ties_core"):
+        with pytest.raises(BadRequest, match="unknown method") as refused:
+            registry.find(name)
+        assert "combine_adapters" in str(refused.value.hint)

@@ -33,6 +33,7 @@ MOST: Final = 16
 WEIGHT: Final = "weight"
 _KEYS: Final = ("min", "max", "log", "step")
 _MODELS: Final = ("models", "sources")
+_COMPANIONS: Final = "companions"
 _DIGITS: Final = 4
 _Path = tuple[int, ...]
 """Where a node is: the number of the item or entry in each list or mapping above it."""
@@ -384,9 +385,10 @@ class _Writer:
         self._line = 1
 
     def text(self, node: Node) -> str:
-        return "".join(self._written(node, (), is_models=False)) + "\n"
+        return "".join(self._written(node, ())) + "\n"
 
-    def _written(self, node: Node, path: _Path, *, is_models: bool) -> Iterator[str]:
+    def _written(self, node: Node, path: _Path, *, of: str = "") -> Iterator[str]:
+        """Write a part of the document; of: the key that it is the value of."""
         yield "\n" * (node.line - self._line)
         self._line = max(self._line, node.line)
         if path in self._free:
@@ -397,22 +399,28 @@ class _Writer:
             kept = [
                 (number, one)
                 for number, one in enumerate(node.items)
-                if not (is_models and _text_at(one, "model") in self._left_out)
+                if not (of in _MODELS and _text_at(one, "model") in self._left_out)
             ]
-            inside = (self._written(one, (*path, n), is_models=False) for n, one in kept)
+            inside = (self._written(one, (*path, n)) for n, one in kept)
             yield from _joined("[", inside, "]")
         else:
-            yield from _joined("{", self._entries(node, path), "}")
+            own = self._entries(node, path, are_companions=of == _COMPANIONS)
+            yield from _joined("{", own, "}")
 
-    def _entries(self, node: Entries, path: _Path) -> Iterator[Iterator[str]]:
+    def _entries(
+        self, node: Entries, path: _Path, *, are_companions: bool
+    ) -> Iterator[Iterator[str]]:
         for number, (key, value) in enumerate(node.entries):
+            # What belongs to an expert goes with it: ROLE:EXPERT.
+            if are_companions and str(key.value).partition(":")[2] in self._left_out:
+                continue
             yield self._entry(key, value, (*path, number))
 
     def _entry(self, key: Scalar, value: Node, path: _Path) -> Iterator[str]:
         yield "\n" * (key.line - self._line)
         self._line = max(self._line, key.line)
         yield f"{_scalar(key.value)}: "
-        yield from self._written(value, path, is_models=key.value in _MODELS)
+        yield from self._written(value, path, of=str(key.value))
 
 
 def _joined(begin: str, parts: Iterable[Iterator[str]], end: str) -> Iterator[str]:

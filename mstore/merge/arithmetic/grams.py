@@ -96,11 +96,19 @@ def require(packed: Bytes, width: int, inputs: int) -> None:
     """Raise Incompatible unless this is a Gram matrix of so many inputs, in blocks of `width`."""
     blocks, size = packed.shape
     theirs = width_of(size)
-    if theirs != width or blocks != -(-inputs // width):
-        of = f"blocks of {theirs} inputs" if theirs else "no blocks"
+    if theirs is None:
+        raise Incompatible("its Gram matrix has blocks of no size that one has")
+    if blocks != -(-inputs // theirs):
         raise Incompatible(
-            f"its Gram matrix has {blocks} {of}: {-(-inputs // width)} of {width} are needed",
-            hint=None if theirs is None else Option("parameters", {"block": theirs}),
+            f"its Gram matrix is of {(blocks - 1) * theirs + 1} to {blocks * theirs} inputs, and "
+            f"the layer has {inputs}: it is of another model"
+        )
+    if theirs != width:
+        is_whole = blocks == 1
+        raise Incompatible(
+            f"its Gram matrix has {'one block' if is_whole else f'{blocks} blocks of {theirs}'}, "
+            f"and the merge takes {-(-inputs // width)} of {width} inputs",
+            hint=Option("parameters", {"block": "full" if is_whole else theirs}),
         )
     roots = np.ascontiguousarray(packed[:, : 4 * width]).view("<f4")
     if not ((roots >= 0) & (roots < np.inf)).all():

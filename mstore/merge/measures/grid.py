@@ -47,7 +47,8 @@ class Companion(msgspec.Struct, frozen=True):
     role: as requests and plans name it. of: EXPERT: one for each expert, BASE: one for the base,
     None: one for the merge. shape: of its tensor for one of the model, by the latter's name and
     shape, None for any length; None if it needs none. dtypes: the element types that it may have.
-    is_optional: whether the method does without a tensor that it lacks. is_read: the kernel has it
+    is_optional: whether the method does without a tensor that it lacks. called: what one is, if
+    that is not its role; made: what makes one. is_read: the kernel has it
     chunk by chunk, after the experts; it is one for each, and has the model's shapes.  Others are
     facts: `Combination.settle` reads them for a plan (`TensorFacts`), and they are there where
     factors follow from them (`ChunkFactors.bound`).
@@ -62,6 +63,8 @@ class Companion(msgspec.Struct, frozen=True):
     shape: Callable[[str, Shape], AnyShape | None] = alike
     dtypes: tuple[str, ...] = tuple(ITEMSIZES)
     is_optional: bool = False
+    called: str | None = None
+    made: str | None = None
     is_read: bool = False
     totals: int = 0
     measure: Callable[[Bytes, str, int], Sequence[float]] | None = None
@@ -79,12 +82,12 @@ class Companion(msgspec.Struct, frozen=True):
         return same and record.dtype in self.dtypes
 
     def __str__(self) -> str:
-        return self.role.capitalize() if self.of else f"{self.role} model"
+        return self.called or (self.role.capitalize() if self.of else f"{self.role} model")
 
     @property
     def any(self) -> str:
         """One of them, for a sentence."""
-        return f"{'an' if self.role[0] in 'aeiou' else 'a'} {self}"
+        return f"{'an' if str(self)[0].lower() in 'aeiou' else 'a'} {self}"
 
     @property
     def key(self) -> str:

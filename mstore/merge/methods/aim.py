@@ -97,7 +97,16 @@ class Holding(Sum):
 
     kind = SUMMED
     kernel = staticmethod(chunk_sums.run)
-    companions = (Companion(ROLE, of=BASE, shape=_of_inputs, is_optional=True),)
+    companions = (
+        Companion(
+            ROLE,
+            of=BASE,
+            shape=_of_inputs,
+            is_optional=True,
+            called="vector of magnitudes",
+            made="examples/gram.py --magnitudes",
+        ),
+    )
 
     def facts(self, select: type[Selection]) -> str:
         return "mean magnitudes of the base's inputs"

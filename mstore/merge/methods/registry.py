@@ -53,8 +53,14 @@ METHODS: Final[Mapping[str, Method]] = _Here()
 PARAMETERS_ELSEWHERE: Final = frozenset(("filter", "int8_mask"))
 """Parameters of mergekit's methods, in recipes, that no method here needs to have."""
 
-_OF_ADAPTERS: Final = frozenset(("cat", "svd", "magnitude_prune"))
-"""Names that PEFT has for making one adapter of several (`mstore.merge.combination`)."""
+OF_ADAPTERS: Final = frozenset(
+    (
+        *("cat", "svd", "magnitude_prune", "magnitude_prune_svd", "magnitude_prune_core"),
+        *("ties_svd", "ties_core", "dare_linear_svd", "dare_linear_core"),
+        *("dare_ties_svd", "dare_ties_core", "tsv", "svc", "iso_c", "iso_cts", "wudi_ridge"),
+    )
+)
+"""Names of methods that make one adapter of several (`mstore.merge.combination`), and only that."""
 
 
 _SHOWN = 60
@@ -86,8 +92,9 @@ def find(name: str) -> Method:
     hint = did_you_mean(name.lower(), known)
     if (told := _OF_IMAGE_TOOLS.get(re.sub(r"[\s-]+", "_", name.lower()))) is not None:
         hint = phrase("{merge}; {told}", merge=Option("method", "task_arithmetic"), told=told)
-    elif name in _OF_ADAPTERS or name.endswith("_svd"):
-        hint = phrase("{combine} makes one adapter of several", combine=call("combine_adapters"))
+    elif name.lower() in OF_ADAPTERS:
+        combine = call("combine_adapters", method=name.lower())
+        hint = phrase("{combine} makes one adapter of several, which merges take", combine=combine)
     raise BadRequest(f"unknown method {name[:_SHOWN]!r}; methods: {', '.join(known)}", hint=hint)
 
 

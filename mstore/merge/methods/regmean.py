@@ -180,7 +180,16 @@ class Regressed(Sum):
     kind = SUMMED
     model = RegressedModel
     kernel = staticmethod(chunk_sums.run)
-    companions = (Companion(ROLE, shape=_of_inputs, dtypes=("U8",), is_optional=True),)
+    companions = (
+        Companion(
+            ROLE,
+            shape=_of_inputs,
+            dtypes=("U8",),
+            is_optional=True,
+            called="Gram matrix",
+            made="examples/gram.py",
+        ),
+    )
 
     def check(self, operation: Operation) -> None:
         if min(operation.given) < 0 or not any(operation.given):

@@ -159,9 +159,10 @@ def plan_report(
         # Not a remark of the plan: the next run of the same plan does not incur this cost.
         again = "and are not read for them again" if kept else "and what they told is not kept"
         size = format_size(analyzed - factors)
+        whose = "experts and companions" if plan.companions else "experts"
         remarks.append(
-            f"{size} of experts were read for statistics or exact thresholds that "
-            f"were missing, apart from the budget, {again}"
+            f"{size} of {whose} were read for statistics or exact thresholds that were missing, "
+            f"apart from the budget, {again}"
         )
     if plan.allow_missing:
         remarks.append(

@@ -327,7 +327,14 @@ class Surveyor:
             )
         }
         lacks = [name for name in moved if not self._inputs.has(number, name)]
-        if one.is_optional and len(lacks) < len(moved):
+        of_another = Incompatible(
+            f"has none of the tensors of {request.base.name} that are merged: it is the {one} "
+            "of another model",
+            where=where,
+        )
+        if one.is_optional:
+            if moved and len(lacks) == len(moved):
+                raise of_another
             lacks = []
         others = [
             name
@@ -348,11 +355,7 @@ class Surveyor:
                     ),
                 )
         if moved and len(lacks) == len(moved):
-            raise Incompatible(
-                f"has none of the tensors of {request.base.name} that are merged: it is the {one} "
-                "of another model",
-                where=where,
-            )
+            raise of_another
         for name, shape in shapes.items():
             record = found[name][1]
             is_own = one.is_read or self._inputs.has(number, name)
@@ -360,9 +363,10 @@ class Surveyor:
                 whose = "the model's shape" if one.is_read else "the shape"
                 lengths = ", ".join("any" if length is None else str(length) for length in shape)
                 raise Incompatible(
-                    f"{name} is {record.dtype} {list(record.shape)}: {one.any} has {whose}, "
-                    f"[{lengths}], and is {', '.join(sorted(one.dtypes))}",
+                    f"{name} is {record.dtype} {list(record.shape)}: {one.any} has {whose} "
+                    f"[{lengths}], and is {' or '.join(sorted(one.dtypes))}",
                     where=where,
+                    hint=one.made and f"{one.made} makes one",
                 )
         return bool(lacks or others)
 

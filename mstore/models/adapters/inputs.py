@@ -189,12 +189,11 @@ class Inputs:
         if self._takes_adapters and is_any_adapter(tensors, base, has_config):
             roles = [role for role, of in companions if of is not None]
             if roles:
-                role = roles[0].capitalize()
                 raise Incompatible(
-                    f"an adapter, and a {role} is one of a whole model's tensors",
+                    f"an adapter, and a companion ({roles[0]}) is of a whole model's tensors",
                     where=where,
                     hint="merge the adapter into the base alone, and give that merge and its "
-                    + role,
+                    "companion",
                 )
             tensors = dict(self._applied_to_base(own, theirs, ours, where))
         elif not self._takes_adapters and not is_adapter(tensors):

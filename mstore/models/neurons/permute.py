@@ -227,7 +227,7 @@ def _require_alike(catalog: Catalog, model: _Member, other: _Member) -> None:
     ours, theirs = model.given, other.given
     base = _origin(catalog, ours.snapshot)
     if base == _origin(catalog, theirs.snapshot):
-        raise _aligned("comes of the same base", model, other)
+        raise _aligned("comes of the same base", model, other, base)
     if model.kind != other.kind:
         raise Incompatible(
             f"is a {model.kind}, and {theirs.name} a {other.kind}: neurons are matched within one "
@@ -256,14 +256,21 @@ def _origin(catalog: Catalog, snapshot: SnapshotId) -> SnapshotId:
     return snapshot
 
 
-def _aligned(why: str, model: _Member, other: _Member) -> Incompatible:
+def _aligned(
+    why: str, model: _Member, other: _Member, base: SnapshotId | None = None
+) -> Incompatible:
+    """Return the error for models that are aligned; base: what both were made of, if known."""
     ours, theirs = model.given.name, other.given.name
+    members = {model.given.snapshot, other.given.snapshot}
+    of = theirs if base is None or base in members else base.short
+    experts = (ours,) if of == theirs else (theirs, ours)
     return Incompatible(
         f"{why} as {theirs}: neurons are at the same places already, and there is nothing to "
         "permute",
         where=ours,
         hint=phrase(
-            "{merge} takes them as they are", merge=call("merge", base=theirs, experts=(ours,))
+            "{merge} takes them as they are",
+            merge=call("merge", base=of, experts=experts, method="METHOD", name="NAME"),
         ),
     )
 
