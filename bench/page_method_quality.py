@@ -26,7 +26,8 @@ lost), `combine-adapters` makes one of them, and that is merged with a `scale`. 
 """
 LEFT_OUT = """\
 Left out: {names}. `fisher`, `regmean` and `aim` know texts: they have what `examples/fisher.py`
-and `examples/gram.py` make of what the experts were trained on. Below, losses that differ by less than {same} are the same.
+and `examples/gram.py` make of what the experts were trained on. Below, losses that differ by less
+than {same} are the same.
 """
 
 

@@ -502,6 +502,15 @@ def test_the_base_must_be_known(store: Store, copied: Path) -> None:
     fails(BadRequest, "is a virtual merge", experts=["lora/math"], base="virtual")
 
 
+def test_a_rank_that_is_part_of_the_formula_leaves_nothing_out(store: Store) -> None:
+    """tsv keeps fewer directions of each: that is another result, and not one that lacks some."""
+    shared = store.combine_adapters(EXPERTS, "tsv", name="shared", rank=3)
+    assert (shared.relative_error, shared.tensors) == (None, ())
+    cut = store.combine_adapters(EXPERTS, "svc", name="cut", rank=3)
+    assert cut.relative_error is not None
+    assert cut.relative_error > 0.01
+
+
 def test_a_card_says_the_base_that_was_read(store: Store) -> None:
     """The command of the card makes the same adapter of the same contents."""
     store.combine_adapters(EXPERTS, "tsv", name="all", rank=3)

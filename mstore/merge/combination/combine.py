@@ -79,7 +79,7 @@ class CombineReport(Report, frozen=True):
     """tensors that are stored whole: the base's and combined differences"""
     relative_error: float | None
     """norm of all that truncation leaves out, relative to the norm of the combined products; null
-    for methods that do not truncate"""
+    for methods that do not truncate, or of whose formula the rank is a part"""
     tensors: tuple[TruncatedTensor, ...]
     """matrices that were truncated, those with the largest errors first"""
     remarks: tuple[str, ...]
@@ -148,6 +148,7 @@ def combine(
         )
         publication.commit()
         written = transaction.bytes_written
+    leaves_out = setting.method.truncates and not setting.method.of_rank
     return CombineReport(
         name=name,
         snapshot=record.id(),
@@ -158,8 +159,8 @@ def combine(
         products=len(work.modules),
         of_some=sum(len(of) < len(members) for of in work.modules.values()),
         whole=len(work.whole),
-        relative_error=run.errors.relative() if setting.method.truncates else None,
-        tensors=run.errors.tensors(),
+        relative_error=run.errors.relative() if leaves_out else None,
+        tensors=run.errors.tensors() if leaves_out else (),
         remarks=remarks,
         linear_algebra=linear_algebra() if setting.method.truncates else None,
         plain_bytes=manifest.plain_bytes(),

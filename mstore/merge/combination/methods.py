@@ -98,13 +98,15 @@ class CombineMethod(ABC):
     takes_mean: tensors without a product become the base's and the mean of the differences, as in
     the code of the authors of such methods, not their sum.
 
-    truncates: it decomposes products, takes a rank, and says what that leaves out.
+    truncates: it decomposes products, takes a rank, and says what that leaves out.  of_rank: the
+    rank is a part of its formula, of which it leaves nothing out.
     """
 
     name: str
     select: Select = Select.ALL
     elects: bool = False
     takes_mean: bool = False
+    of_rank: bool = False
 
     truncates: ClassVar[bool] = True
 
@@ -201,13 +203,14 @@ def _methods() -> dict[str, CombineMethod]:
     )
     found: list[CombineMethod] = [
         _Joined("cat"),
-        _of_spectra("tsv", lambda space, rank, _: spectra.tsv(space, rank)),
+        _of_spectra("tsv", lambda space, rank, _: spectra.tsv(space, rank), of_rank=True),
         _of_spectra("svc", lambda space, _, given: spectra.svc(space, given.alpha), _ALPHA),
-        _of_spectra("iso_c", lambda space, rank, _: spectra.iso_c(space, rank)),
+        _of_spectra("iso_c", lambda space, rank, _: spectra.iso_c(space, rank), of_rank=True),
         _of_spectra(
             "iso_cts",
             lambda space, rank, given: spectra.iso_cts(space, rank, given.common),
             _COMMON,
+            of_rank=True,
         ),
         _of_spectra(
             "wudi_ridge", lambda space, _, given: spectra.wudi_ridge(space, given.ridge), _RIDGE
@@ -226,9 +229,12 @@ def _elements_of_cores(space: CoreSpace, _: int, given: CombineSetting) -> Core:
 
 
 def _of_spectra(
-    name: str, core: Callable[[CoreSpace, int, CombineSetting], Core], *own: Parameter
+    name: str,
+    core: Callable[[CoreSpace, int, CombineSetting], Core],
+    *own: Parameter,
+    of_rank: bool = False,
 ) -> CombineMethod:
-    return _OfCores(name, takes_mean=True, core=core, own=own)
+    return _OfCores(name, takes_mean=True, of_rank=of_rank, core=core, own=own)
 
 
 METHODS: Final[Mapping[str, CombineMethod]] = MappingProxyType(_methods())
