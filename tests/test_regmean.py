@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +207,17 @@ def test_magnitudes_are_numbers_from_0_on(place: Place) -> None:
     with pytest.raises(Incompatible, match="numbers from 0 on") as refused:
         place.store.plan(request)
     assert refused.value.where == "w"
+
+
+def test_workers_elsewhere_make_the_same(place: Place) -> None:
+    """Gram matrices and magnitudes travel with the tasks to other processes."""
+    rng = np.random.default_rng(6)
+    place.add("known", {n: families.cast(rng.random(20), "F32") for n in ("w", "v")})
+    aim = MergeRequest(
+        base="base", experts=["e0"], method="aim", companions={"activation:base": "known"}
+    )
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        for plan in (place.plan("g0", "g1"), place.store.plan(aim)):
+            here = place.store.merge(plan, name="here", memo=False)
+            there = place.store.merge(plan, name="there", memo=False, cluster=pool)
+            assert there.manifest == here.manifest
