@@ -61,40 +61,55 @@ static int inverted(double *matrix, i64 width) {
     return 0;
 }
 
-/* row = left @ inverse, for one row. */
-static void multiplied(const double *left, const double *inverse, i64 width, double *row) {
-    for (i64 j = 0; j < width; j++)
-        row[j] = 0;
-    for (i64 l = 0; l < width; l++) {
-        const double factor = left[l];
-        if (factor == 0) continue;
-        for (i64 j = 0; j < width; j++)
-            row[j] += factor * inverse[l * width + j];
+#define TOGETHER 4 /* rows for which the right factor is read once */
+#define least(a, b) ((a) < (b) ? (a) : (b))
+
+/* rows = left @ right, for up to TOGETHER rows of left: float64[TOGETHER, width] of rows. */
+static void multiplied(const double *left, i64 count, const double *right, i64 width,
+                       double *rows) {
+    const double *own[TOGETHER];
+    double *a = rows, *b = a + width, *c = b + width, *d = c + width;
+    /* Beyond the last row it stands in; nobody reads the result. */
+    for (i64 i = 0; i < TOGETHER; i++)
+        own[i] = left + least(i, count - 1) * width;
+    __builtin_memset(rows, 0, TOGETHER * width * sizeof *rows);
+    for (i64 l = 0; l < width; l++, right += width) {
+        const double e = own[0][l], f = own[1][l], g = own[2][l], h = own[3][l];
+        for (i64 j = 0; j < width; j++) {
+            const double one = right[j];
+            a[j] += e * one;
+            b[j] += f * one;
+            c[j] += g * one;
+            d[j] += h * one;
+        }
     }
 }
 
 /* The square of the Frobenius norm of (M^T M)^2, whose eighth root is not less than the largest
    singular value of M, and at most the eighth root of `width` times that. */
-static double eighth_power(const float *matrix, i64 width, double *gram, double *row) {
+static double eighth_power(const float *matrix, i64 width, double *gram, double *rows) {
     __builtin_memset(gram, 0, width * width * sizeof *gram);
-    for (i64 l = 0; l < width; l++, matrix += width)
-        for (i64 i = 0; i < width; i++) {
-            const double factor = matrix[i];
-            if (factor == 0) continue;
-            for (i64 j = 0; j < width; j++)
-                gram[i * width + j] += factor * matrix[j];
-        }
+    for (i64 i = 0; i < width; i += TOGETHER) {
+        const i64 count = least(TOGETHER, width - i);
+        for (i64 l = 0; l < width; l++)
+            for (i64 r = i; r < i + count; r++) {
+                const double factor = matrix[l * width + r];
+                for (i64 j = 0; j < width; j++)
+                    gram[r * width + j] += factor * matrix[l * width + j];
+            }
+    }
     double found = 0;
-    for (i64 i = 0; i < width; i++) {
-        multiplied(gram + i * width, gram, width, row);
-        for (i64 j = 0; j < width; j++)
-            found += row[j] * row[j];
+    for (i64 i = 0; i < width; i += TOGETHER) {
+        const i64 count = least(TOGETHER, width - i);
+        multiplied(gram + i * width, count, gram, width, rows);
+        for (i64 j = 0; j < count * width; j++)
+            found += rows[j] * rows[j];
     }
     return found;
 }
 
 /* packed: of each expert, `blocks` as above, 4 width + width (width - 1) / 2 bytes each.  weights:
-   float64[experts], and the sum of them all; then shrink.  scratch: float64[(2 width + 3) width].
+   float64[experts], and the sum of them all; then shrink.  scratch: float64[(2 width + 6) width].
    out: float32[experts, blocks, width, width].  norms: of each expert, the largest of its
    blocks' `eighth_power`, or null.  state: the number of a block of S that is
    not positive definite, or -1. */
@@ -104,7 +119,7 @@ int mstore_pass(void *returned, void *raised, const u8 *const *packed, i64 exper
     const double total = weights[experts], shrink = weights[experts + 1];
     const i64 size = 4 * width + width * (width - 1) / 2, square = width * width;
     double *sum = scratch, *own = sum + square, *roots = own + square;
-    double *ours = roots + width, *row = ours + width;
+    double *ours = roots + width, *rows = ours + width;
     *state = -1;
     for (i64 k = 0; norms && k < experts; k++)
         norms[k] = 0;
@@ -135,14 +150,17 @@ int mstore_pass(void *returned, void *raised, const u8 *const *packed, i64 exper
             float *to = out + (k * blocks + block) * square;
             unpacked(packed[k] + block * size, width, weights[k], shrink, weights[k] / total, roots,
                      ours, own);
-            for (i64 i = 0; i < width; i++) {
-                multiplied(own + i * width, sum, width, row);
-                const double left = roots[i] > 0 ? roots[i] : 1;
-                for (i64 j = 0; j < width; j++)
-                    to[i * width + j] = left * row[j] / (roots[j] > 0 ? roots[j] : 1);
+            for (i64 top = 0; top < width; top += TOGETHER) {
+                const i64 count = least(TOGETHER, width - top);
+                multiplied(own + top * width, count, sum, width, rows);
+                for (i64 i = top; i < top + count; i++) {
+                    const double left = roots[i] > 0 ? roots[i] : 1, *row = rows + (i - top) * width;
+                    for (i64 j = 0; j < width; j++)
+                        to[i * width + j] = left * row[j] / (roots[j] > 0 ? roots[j] : 1);
+                }
             }
             if (!norms) continue;
-            const double power = eighth_power(to, width, own, row);
+            const double power = eighth_power(to, width, own, rows);
             norms[k] = power > norms[k] ? power : norms[k];
         }
     }

@@ -78,7 +78,7 @@ def turns(
     places = np.array([address(one) for one in own], dtype=np.int64)
     given = np.array([*weights, sum(weights), shrink])
     count, state = len(own), np.zeros(1, dtype=np.int64)
-    scratch = np.empty((2 * width + 3) * width)
+    scratch = np.empty((2 * width + 6) * width)
     found = np.empty((count, blocks, width, width), dtype=np.float32)
     values = np.empty(count if norms else 0)
     _turns(
