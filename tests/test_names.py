@@ -64,6 +64,19 @@ def test_a_rename_that_cannot_be(store: Store) -> None:
     assert store.fsck().problems == ()
 
 
+def test_a_name_below_a_ref_has_a_free_one_beside_it(store: Store) -> None:
+    """The hint of a name that is below or above a ref is one that can be had; none if it is
+    taken."""
+    for name, free in (("base/one/x", "base-one-x"), ("team", "team-1")):
+        with pytest.raises(Conflict) as refused:
+            store.require_branch(name)
+        assert str(refused.value.hint).endswith(f"as in {free}")
+        store.reset(free, "base")
+        with pytest.raises(Conflict) as refused:
+            store.require_branch(name)
+        assert refused.value.hint is None
+
+
 def test_patterns(store: Store) -> None:
     """A pattern stands for the names that match it, for refs, du and rm; one for none is wrong."""
     assert [ref.name for ref in store.refs("team/t*", "v?")] == ["team/three", "team/two", "v1"]

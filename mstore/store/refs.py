@@ -358,11 +358,17 @@ class RefStore(ABC):
             above = "/".join(parts[:length])
             if self.get(above) is not None:
                 what = f"{above!r} is a ref, so {name!r} cannot be one below it"
-                raise Conflict(what, where=name)
+                joined = "-".join((above, *parts[length:]))
+                raise Conflict(what, where=name, hint=self._another(joined))
         below = next(self.names(f"{name}/"), None)
         if below is not None:
             what = f"{below!r} is a ref, so {name!r} cannot be one above it"
-            raise Conflict(what, where=name)
+            raise Conflict(what, where=name, hint=self._another(f"{name}-1"))
+
+    def _another(self, name: str) -> str | None:
+        """Return the hint at another name, if it is free."""
+        is_free = self.get(name) is None and next(self.names(f"{name}/"), None) is None
+        return f"choose another name, as in {name}" if is_free else None
 
 
 class IndexRefs(RefStore):
