@@ -665,7 +665,7 @@ def test_what_costs_nothing_is_counted_exactly(place: Place) -> None:
     assert plan.chunks_equal_base == counts["equal"] > 0
     assert plan.chunks_shared == counts["shared"] == 4 + 2  # model.shared.weight, model.scale
     assert plan.chunks_selected == counts["selected"]
-    assert (plan.chunks_omitted, plan.chunks_below_threshold) == (0, 0)
+    assert (plan.chunks_omitted, plan.chunks_not_needed) == (0, 0)
     assert plan.chunks_total == counts["equal"] + counts["selected"]
     report, _ = place.merge(plan)
     assert (report.expert_bytes_read, report.base_bytes_read) == (expert_bytes, base_bytes)
@@ -730,7 +730,7 @@ def test_below_the_threshold_costs_nothing(tmp_path: Path) -> None:
     wanted = families.expected(family, "ties", parameters, [1.0])
     assert families.differences(merged, wanted) == []
     shares = place.store.explain("merged", "w").tensors[0].experts
-    assert (shares[0].chunks_read, shares[0].chunks_below_threshold) == (1, 3)
+    assert (shares[0].chunks_read, shares[0].chunks_not_needed) == (1, 3)
     place.store.close()
 
 

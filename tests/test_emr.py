@@ -14,7 +14,7 @@ from adapters import Adapter
 from families import BLOCK, Arrays, Family
 
 from mstore import MergeRequest, Store
-from mstore.terms.errors import BadRequest, Conflict, Incompatible, NotFound
+from mstore.terms.errors import BadName, BadRequest, Conflict, Incompatible, NotFound
 
 FAMILY = families.layered(5, rows=90)
 
@@ -119,6 +119,20 @@ def test_the_models_outlive_the_experts(store: Store, tmp_path: Path) -> None:
         assert store.replay(one.name).same
 
 
+def test_no_expert_is_multiplied(store: Store, tmp_path: Path) -> None:
+    """An expert that is as far from the base as that is from zero has no weight out of scale: each
+    element of the model of all is one's own."""
+    far = {name: array * array.dtype.type(1.9) for name, array in FAMILY.base.items()}
+    families.write_checkpoint(
+        tmp_path / "far", FAMILY.base | {n: far[n] for n in merged_names(FAMILY)}
+    )
+    store.add(tmp_path / "far", name="far")
+    report = store.emr(asked("far"), name="family")
+    kinds = [one.kind for one in report.warnings]
+    assert "expert far from the base" in kinds
+    assert "weight out of scale" not in kinds
+
+
 def test_masks_are_small(tmp_path: Path) -> None:
     """A mask takes a bit an element at most, and hardly more than its entropy."""
     rng, elements = np.random.default_rng(3), 1 << 20
@@ -151,6 +165,7 @@ def test_an_expert_may_be_an_adapter(tmp_path: Path) -> None:
         plain = MergeRequest(base="base", experts=["lora"], method="linear")
         store.merge(store.plan(plain), name="applied")
         report = store.emr(asked("lora"), name="all")
+        assert any("lora is an adapter: adapters are" in one for one in report.remarks)
         assert report.models[0].rescale == pytest.approx(1.0)
         found, wanted = (store[ref].tensor("layer.weight") for ref in ("all/lora", "applied"))
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
@@ -169,9 +184,15 @@ def test_what_is_refused(store: Store, tmp_path: Path) -> None:
     with a NaN: then no expert has a model."""
     with pytest.raises(BadRequest, match="of the method emr"):
         store.emr(MergeRequest(base="base", experts=["e0"], method="ties"), name="x")
-    store.reset("shared", "e0")
-    with pytest.raises(BadRequest, match="would have one name: shared"):
-        store.emr(asked("shared"), name="x")
+    for name, told in (("shared", "shared cannot be"), ("masks/a", "masks/a cannot be")):
+        store.reset(name, "e0")
+        with pytest.raises(BadRequest, match=told):
+            store.emr(asked("e1", name), name="x")
+    with pytest.raises(BadRequest, match="e1 is given more than once"):
+        store.emr(asked("e1", "e1"), name="x")
+    with pytest.raises(BadName, match="my family/shared"):
+        store.emr(asked("e1", "e2"), name="my family")
+    assert not [ref for ref in store.ref_ids() if ref.startswith(("x/", "my"))]
     store.reset("y", "e0")
     with pytest.raises(Conflict):
         store.emr(asked("e1"), name="y")
@@ -183,6 +204,23 @@ def test_what_is_refused(store: Store, tmp_path: Path) -> None:
         store.emr(asked("sick", "e1"), name="z")
     assert refused.value.where == "sick"
     assert "z/sick" not in store.ref_ids()
+
+
+def test_a_family_has_one_shared_model(store: Store) -> None:
+    """A second run with other experts is refused while models of the first are there, with the refs
+    to remove; with all of them it makes the family anew."""
+    store.emr(asked("e0", "e1"), name="family")
+    before = store.ref_ids()
+    with pytest.raises(Conflict, match=r"not given: e0; they are made of the family/shared") as no:
+        store.emr(asked("e1", "e2"), name="family")
+    assert "remove('family/e0', 'family/masks/e0')" in str(no.value.hint)
+    assert store.ref_ids() == before
+    store.emr(asked("e0", "e1", "e2"), name="family")
+    store.remove("family/e0", "family/masks/e0")
+    store.emr(asked("e1", "e2"), name="family")
+    shared = str(store["family/shared"].id)
+    for name in ("family/e1", "family/e2"):
+        assert shared in [str(one.snapshot) for one in store.show(name).parents]
 
 
 def test_a_mask_of_numbers(store: Store, tmp_path: Path) -> None:

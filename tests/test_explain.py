@@ -84,7 +84,7 @@ def test_counts_are_those_of_the_plan(way: str, store: Store) -> None:
                     "read": coarse.chunks_read,
                     "shared": coarse.chunks_shared,
                     "equal to base": coarse.chunks_equal_base,
-                    "below threshold": coarse.chunks_below_threshold,
+                    "not needed": coarse.chunks_not_needed,
                     "over budget": coarse.chunks_over_budget,
                     "outside the top-p share": coarse.chunks_outside_top_p,
                 }
@@ -96,7 +96,7 @@ def test_counts_are_those_of_the_plan(way: str, store: Store) -> None:
             "read": plan.chunks_selected - plan.chunks_shared,
             "shared": plan.chunks_shared,
             "equal to base": plan.chunks_equal_base,
-            "below threshold": plan.chunks_below_threshold,
+            "not needed": plan.chunks_not_needed,
             "over budget": plan.chunks_omitted,
             "outside the top-p share": plan.chunks_outside_top_p,
         }

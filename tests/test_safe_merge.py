@@ -16,6 +16,7 @@ from families import Arrays
 
 from mstore import MergeRequest, Store
 from mstore.merge.methods import safe_merge
+from mstore.models.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import BadRequest, Incompatible
@@ -206,9 +207,14 @@ def test_what_has_no_cosine(store: Store, models: dict[str, Arrays], tmp_path: P
     families.write_checkpoint(tmp_path / "still", still)
     store.add(tmp_path / "still", name="still")
     assert shares(store, asked(experts=["still", "safe"]), "tall.weight") == STAYS
-    nothing = asked(companions={"aligned": "safe", "unaligned": "safe"})
-    assert shares(store, nothing, "tall.weight") == MIXES
-    assert shares(store, replace(nothing, parameters={"threshold": 0.0}), "tall.weight") == STAYS
+    tall = "tall.weight"
+    alike = models["safe"] | {tall: models["aligned"][tall]}
+    families.write_checkpoint(tmp_path / "alike", alike)
+    store.add(tmp_path / "alike", name="alike")
+    nothing = asked(companions={"aligned": "alike", "unaligned": "aligned"})
+    assert shares(store, nothing, tall, "wide.weight") == MIXES
+    freely = replace(nothing, parameters={"threshold": 0.0})
+    assert shares(store, freely, tall, "wide.weight") == STAYS
     part = {name: array for name, array in models["aligned"].items() if name != "tall.weight"}
     families.write_checkpoint(tmp_path / "part", part)
     store.add(tmp_path / "part", name="part")
@@ -266,3 +272,97 @@ def test_a_sick_aligned_model_is_named(
     with pytest.raises(BadRequest, match="the aligned or the unaligned model has") as refused:
         store.plan(asked(companions={"aligned": "sick", "unaligned": "base"}))
     assert refused.value.where == "tall.weight"
+
+
+def test_two_models_that_are_equal_say_nothing(
+    store: Store, models: dict[str, Arrays], tmp_path: Path
+) -> None:
+    """The aligned and the unaligned model with one content are refused, also under two names; equal
+    matrices of them are counted in a warning."""
+    for name, changes in {
+        "copy": {},
+        "alike": {"tall.weight": models["safe"]["tall.weight"]},
+    }.items():
+        families.write_checkpoint(tmp_path / name, models["aligned"] | changes)
+        store.add(tmp_path / name, name=name)
+    for pair in (("aligned", "aligned"), ("aligned", "copy")):
+        given = dict(zip(("aligned", "unaligned"), pair, strict=True))
+        with pytest.raises(Incompatible, match="as the unaligned model equals aligned") as refused:
+            store.plan(asked(companions=given))
+        assert "unaligned" in str(refused.value.hint)
+    plan = store.plan(asked(companions={"aligned": "aligned", "unaligned": "alike"}))
+    [warning] = [one for one in plan.warnings if one.kind == "equal models"]
+    assert "are equal in 2 of 3 tensors" in warning.text
+    assert "tall.weight" not in warning.text
+    plan = store.plan(asked())
+    assert "equal models" not in [one.kind for one in plan.warnings]
+
+
+def test_another_architecture_is_said_to_be_one(
+    store: Store, models: dict[str, Arrays], tmp_path: Path
+) -> None:
+    """Where the unaligned model lacks tensors, the hint is one of the base's architecture; where it
+    lacks all, it is said to be another model. Neither proposes to leave an expert out."""
+    for name, arrays in {
+        "part": {one: models["base"][one] for one in ("tall.weight", "norm")},
+        "other": {"a.weight": models["base"]["square.weight"]},
+    }.items():
+        families.write_checkpoint(tmp_path / name, arrays)
+        store.add(tmp_path / name, name=name)
+        with pytest.raises(Incompatible) as refused:
+            store.plan(asked(companions={"aligned": "aligned", "unaligned": name}))
+        told = f"{refused.value.what} {refused.value.hint}"
+        wanted = "architecture of base" if name == "part" else "of another model"
+        assert wanted in told
+        assert "allow_missing" not in told
+
+
+@pytest.mark.parametrize("method", ["safe_merge", "guarded"])
+def test_explain_tells_the_cosine(
+    method: str, store: Store, models: dict[str, Arrays], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An explanation has the cosine of each tensor that was judged, the factors of the experts, and
+    no rows for models that only planning read; what statistics do not know it leaves out."""
+    parameters, given = {"threshold": 0.3}, {"aligned": "aligned", "unaligned": "base"}
+    request = asked(
+        method=method,
+        parameters=parameters,
+        companions=given if method == "safe_merge" else {},
+    )
+    store.merge(store.plan(request), name="made")
+    found = {one.name: one for one in store.explain("made").tensors}
+    base, tuned, safe, aligned = (models[one] for one in ("base", "tuned", "safe", "aligned"))
+    for name, one in found.items():
+        change = tuned[name].astype(np.float64) - base[name]
+        if method == "safe_merge" and change.ndim != 2:
+            assert one.cosine is None
+            assert one.mixture == STAYS
+            continue
+        if method == "safe_merge":
+            wanted = cosine(change, aligned[name].astype(np.float64) - base[name])
+        else:
+            other = safe[name].astype(np.float64) - base[name]
+            wanted = (change * other).sum() / np.linalg.norm(change) / np.linalg.norm(other)
+        assert one.cosine == pytest.approx(wanted, abs=1e-5)
+        mixed = MIXES if method == "safe_merge" else (0.0, 1.0)
+        assert one.mixture == (STAYS if wanted >= 0.3 else mixed)
+        assert [share.role for share in one.experts] == ["expert", "expert"]
+    assert {share.role for share in store.explain("made").experts} == {"expert"}
+    monkeypatch.setattr(StatsStore, "facts", lambda self, keys: [None] * len(list(keys)))
+    monkeypatch.setattr(StatsStore, "pair", lambda *_: None)
+    monkeypatch.setattr("mstore.merge.measures.facts.known_apart", lambda *_: {})
+    assert {one.cosine for one in store.explain("made").tensors} <= {None}
+
+
+def test_a_merge_that_mixes_nothing_says_by_how_much(store: Store) -> None:
+    """Where every cosine reaches the threshold, the warning names the least of them."""
+    plan = store.plan(asked(parameters={"threshold": 0.01}))
+    [warning] = [one for one in plan.warnings if one.expert == "safe"]
+    assert warning.kind == "expert trimmed away"
+    told = store.merge(plan, name="made").warnings
+    assert warning in told
+    cosines = {one.name: one.cosine for one in store.explain("made").tensors if one.cosine}
+    name = min(cosines, key=cosines.__getitem__)
+    assert f"the least of 3 is {cosines[name]:.3f}, that of {name}" in warning.text
+    assert "below the threshold 0.01" in warning.text
+    assert "expert trimmed away" not in [one.kind for one in store.plan(asked()).warnings]

@@ -78,7 +78,7 @@ def _chunks(report: PlanReport) -> Iterable[tuple[str, int | None]]:
     yield "expert chunks", report.chunks_total
     yield "  equal to base", report.chunks_equal_base
     yield "  shared", report.chunks_shared
-    yield "  below threshold", report.chunks_below_threshold
+    yield "  not needed", report.chunks_not_needed
     yield "  selected", report.chunks_selected
     yield "  left out", report.chunks_omitted
     yield "  outside top-p", report.chunks_outside_top_p or None

@@ -146,30 +146,26 @@ class Assembling(Merging):
         model of an expert NAME/EXPERT, its mask NAME/masks/EXPERT.  The virtual models read the
         base, the model of all and their masks; the experts themselves are not needed any more.
 
-        Raises BadRequest (another method, experts with one name) and as `plan` and `merge`; what is
-        published then stays.
+        Raises BadRequest (another method, experts whose branches would have one name), Conflict (a
+        mask of an expert that is not given is there, which belongs to another model of all) and as
+        `plan` and `merge`; what is published then stays.
         """
         from mstore.merge.methods.registry import find
-        from mstore.merge.running.expert_masks import ELECTS, MASKED, EmrReport, store_mask
-        from mstore.models.made import branch_below
-        from mstore.store.transaction import branch_to_move
+        from mstore.merge.running.expert_masks import (
+            ELECTS,
+            MASKED,
+            EmrReport,
+            adapters_told,
+            branches_of,
+            store_mask,
+        )
         from mstore.terms.requests import MergeRequest
 
         began = time.monotonic()
         if request.method != ELECTS:
             raise BadRequest(f"models share one of the method {ELECTS}", where=Option("method"))
-        shared = f"{name}/shared"
         experts = [str(expert) for expert, _ in request.weighted()]
-        own = {expert: branch_below(name, expert) for expert in experts}
-        masks = {expert: branch_below(f"{name}/masks", expert) for expert in experts}
-        refs = [shared, *own.values(), *masks.values()]
-        if len(set(refs)) < 1 + 2 * len(experts):
-            raise BadRequest(
-                f"two branches of these would have one name: {', '.join(experts)}",
-                where=Option("experts"),
-            )
-        for one in refs:
-            branch_to_move(self._catalog, one)
+        shared, own, masks = branches_of(self._catalog, name, experts)
         merged = self.merge(
             self.plan(request, keep=True, threads=threads, progress=progress),
             name=shared,
@@ -206,7 +202,8 @@ class Assembling(Merging):
                 virtual=True,
             )
             models.append(mask.model(expert, own[expert], made.snapshot))
-        return EmrReport.of(merged, models, seconds=time.monotonic() - began)
+        more = [*adapters_told(self._catalog, map(self._input, experts))]
+        return EmrReport.of(merged, models, more, seconds=time.monotonic() - began)
 
     def experts_of(self, mixture: Revision) -> int:
         """Return how many experts a mixture has.  Raises NotFound, Incompatible for no mixture."""

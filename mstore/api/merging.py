@@ -544,6 +544,8 @@ class Merging(Exchanging):
                 *warnings.tokens_in_other_rows(*about),
                 *warnings.other_tensors(*about),
                 *warnings.other_models(*about),
+                *warnings.equal_companions(*about),
+                *warnings.unmixed(self._catalog, self._statistics, plan, sources),
                 *warnings.heads_of_their_own(*about),
                 *warnings.stack_warnings(self._catalog, plan),
                 *licence_warnings(*about),
@@ -842,7 +844,7 @@ class Merging(Exchanging):
         """
         from mstore.merge.analysis.explain import explain
 
-        return explain(self._catalog, self._catalog.resolve(revision), tensor)
+        return explain(self._catalog, self._statistics, self._catalog.resolve(revision), tensor)
 
     def blame(
         self,

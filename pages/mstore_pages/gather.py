@@ -403,7 +403,7 @@ class _Tables:
                 share=_at(shares, number),
                 chunks=differing(one),
                 chunks_used=one.chunks_read + one.chunks_shared,
-                chunks_below_threshold=one.chunks_below_threshold,
+                chunks_not_needed=one.chunks_not_needed,
                 chunks_left_out=left_out(one),
                 chunks_equal_base=one.chunks_equal_base,
             )
@@ -442,7 +442,7 @@ def left_out(share: ExpertShare) -> int:
 def differing(share: ExpertShare) -> int:
     """Return how many chunks differ from the base's."""
     used = share.chunks_read + share.chunks_shared
-    return used + share.chunks_below_threshold + left_out(share)
+    return used + share.chunks_not_needed + left_out(share)
 
 
 def _most_changed(

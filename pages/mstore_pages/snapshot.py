@@ -283,7 +283,7 @@ def _experts(merge: Explanation) -> Markup:
     experts = experts_in(merge.experts)
     counts: dict[str, Callable[[ExpertShare], int]] = {
         "Shared with another": lambda one: one.chunks_shared,
-        "Trimmed away": lambda one: one.chunks_below_threshold,
+        "Not needed": lambda one: one.chunks_not_needed,
         "Left out for limits": left_out,
         "Equal to base": lambda one: one.chunks_equal_base,
     }

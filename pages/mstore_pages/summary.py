@@ -111,8 +111,8 @@ class ExpertSummary(Report, frozen=True):
     """chunks that differ from the base's"""
     chunks_used: int
     """of these, those that the merge read, or shares with another expert"""
-    chunks_below_threshold: int
-    """of these, those that the method trims away entirely"""
+    chunks_not_needed: int
+    """of these, those of which the method takes nothing: trimmed away, or of factor 0"""
     chunks_left_out: int
     """of these, those that were left out for the budget, or another limit"""
     chunks_equal_base: int

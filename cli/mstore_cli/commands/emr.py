@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.merging import (
     AllowMissing,
     Base,
-    Experts,
     Only,
     Skip,
     experts_of,
@@ -39,7 +39,16 @@ def emr(
     session: Session,
     *,
     base: Base,
-    expert: Experts,
+    expert: Annotated[
+        tuple[str, ...],
+        Option(
+            "--expert",
+            metavar="REF[:MODEL]",
+            shell_complete=completion.refs,
+            help="A model, or a LoRA adapter of the base, that gets a mask and a virtual model. "
+            "Repeatable; 'runs/*' are all refs of this pattern but the base.",
+        ),
+    ],
     name: Annotated[
         str,
         Option(

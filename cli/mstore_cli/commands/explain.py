@@ -34,7 +34,7 @@ CHUNKS = {
     "READ": "chunks_read",
     "SHARED": "chunks_shared",
     "EQUAL TO BASE": "chunks_equal_base",
-    "BELOW THRESHOLD": "chunks_below_threshold",
+    "NOT NEEDED": "chunks_not_needed",
     "LEFT OUT": "chunks_over_budget",
     "OUTSIDE TOP-P": "chunks_outside_top_p",
 }
@@ -66,10 +66,11 @@ def explain(
 
     The table counts pairs of an expert and a chunk (a block, where all tensors have one dtype).
     READ: read and merged. SHARED: equal to a chunk of an earlier expert, so read once. EQUAL TO
-    BASE: there is nothing to read. BELOW THRESHOLD: below the threshold of the method. LEFT OUT:
+    BASE: there is nothing to read. NOT NEEDED: the method takes nothing of it. LEFT OUT:
     left out for the budget or --max-error. OUTSIDE TOP-P: outside the share of --top-p. Columns of
     zeros are not shown. NORM LEFT OUT is the norm of the delta in LEFT OUT and OUTSIDE TOP-P. What
-    was read to plan (`analysis read` of plan and merge) is not counted.
+    was read to plan (`analysis read` of plan and merge) is not counted. --by tensor also tells how
+    experts were mixed where that followed from the tensor, and by which cosine.
     """
     with session.open() as store:
         report = store.explain(revision, tensor)
@@ -128,9 +129,7 @@ def _of_experts(shares: Sequence[ExpertShare]) -> list[ExpertShare]:
 
 def _share_read(share: ExpertShare) -> float | None:
     taken = share.chunks_read + share.chunks_shared
-    differ = (
-        taken + share.chunks_below_threshold + share.chunks_over_budget + share.chunks_outside_top_p
-    )
+    differ = taken + share.chunks_not_needed + share.chunks_over_budget + share.chunks_outside_top_p
     return taken / differ if differ else None
 
 
@@ -231,9 +230,22 @@ def _fate(one: TensorExplanation, plan: PlanReport) -> str:
         own = f", by {' '.join((one.method or '', *values))}"
     if one.sources:
         own += f", made of {', '.join(dict.fromkeys(one.sources))}"
+    own += _mixture(one)
     if one.not_finite:
         own += f", {counted(one.not_finite, 'element')} infinite or NaN"
     return f"{counted(one.blocks_total, 'block')}, {one.blocks_reused} the base's own{tied}{own}"
+
+
+def _mixture(one: TensorExplanation) -> str:
+    """Return how the experts of a tensor were mixed, and by which cosine."""
+    if one.mixture is None:
+        return ""
+    threshold = (one.parameters or {}).get("threshold")
+    why = ""
+    if one.cosine is not None and isinstance(threshold, float):
+        sign = "<" if one.cosine < threshold else ">="
+        why = f", cosine {one.cosine:.3f} {sign} {threshold:g}"
+    return f"{why}, mixed {' : '.join(f'{factor:.3g}' for factor in one.mixture)}"
 
 
 def _size(one: LayerExplanation) -> str:

@@ -1,7 +1,7 @@
 """Explain: from a merge's plan and coverage to who contributed what, and what was left out.
 
-Reads records only, never a block.  Counts are of (expert, chunk) pairs; where all dtypes are one,
-a chunk is a block.
+Reads records and statistics only, never a block.  Counts are of (expert, chunk) pairs; where all
+dtypes are one, a chunk is a block.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from msgspec.structs import replace
 
 from mstore.blocks.schema import PlanInputs
 from mstore.merge.methods.registry import Operations
+from mstore.merge.planning.cosines import known_cosines
 from mstore.merge.planning.costs import costs_to_report
 from mstore.merge.planning.report import PlanReport, companions_of, plan_report
 from mstore.merge.planning.tensors import names_of_plan, phrased
 from mstore.models.adapters.inputs import Inputs, Names
 from mstore.models.stats.chunks import blocks_per_chunk
+from mstore.models.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
 from mstore.store.not_finite import of_merge
@@ -52,7 +54,7 @@ STATE_NAMES = {
     READ: "read",
     SHARED: "shared",
     EQUAL: "equal to base",
-    BELOW: "below threshold",
+    BELOW: "not needed",
     OMITTED: "over budget",
     DROPPED: "outside the top-p share",
 }
@@ -77,8 +79,8 @@ class ExpertShare(Report, frozen=True):
     """chunks that another expert shares: read once"""
     chunks_equal_base: int
     """chunks equal to the base's: nothing to read"""
-    chunks_below_threshold: int
-    """chunks that the method trims away entirely"""
+    chunks_not_needed: int
+    """chunks of which the method takes nothing: trimmed away, or of factor 0"""
     chunks_over_budget: int
     """chunks left out because of the budget"""
     chunks_outside_top_p: int
@@ -114,6 +116,11 @@ class TensorExplanation(Report, frozen=True):
     """blocks reused from the base"""
     not_finite: int
     """elements that are infinite or NaN, and are finite in the base"""
+    cosine: float | None
+    """of a method that compares one with a threshold, the cosine; None if there is none, or it is
+    not known here any more"""
+    mixture: tuple[float, ...] | None
+    """what each expert was multiplied by, where that followed from the tensor; else None"""
     experts: tuple[ExpertShare, ...]
     """what each expert contributed"""
 
@@ -181,7 +188,7 @@ class _Tally:
             chunks_read=self.counts[READ],
             chunks_shared=self.counts[SHARED],
             chunks_equal_base=self.counts[EQUAL],
-            chunks_below_threshold=self.counts[BELOW],
+            chunks_not_needed=self.counts[BELOW],
             chunks_over_budget=self.counts[OMITTED],
             chunks_outside_top_p=self.counts[DROPPED],
             omitted_norm=math.sqrt(self.squares) if self.known else None,
@@ -216,7 +223,12 @@ class _Explainer:
     """One merge being explained."""
 
     def __init__(
-        self, catalog: Catalog, record: SnapshotRecord, plan: Plan, sources: PlanInputs
+        self,
+        catalog: Catalog,
+        statistics: StatsStore,
+        record: SnapshotRecord,
+        plan: Plan,
+        sources: PlanInputs,
     ) -> None:
         self._catalog = catalog
         self._plan = plan
@@ -239,6 +251,10 @@ class _Explainer:
         self._planned = {item.name: item for item in plan.tensors}
         self._taken = {item.name: item for item in plan.taken}
         self._operations = Operations(plan)
+        # What a run does not read of companions is in no chunk.
+        read = self._operations.read(plan)
+        self._read = [number + 1 in read for number in range(len(self._experts))]
+        self._cosines = known_cosines(catalog, statistics, plan)
         self._copied = dict(plan.copied)
         self._first = names_of_plan(
             catalog,
@@ -267,13 +283,16 @@ class _Explainer:
         if planned is not None:
             own = self._plan.operation_of(planned).weights
             weights = (*own, *(None for _ in self._plan.companions))
-            for side, weight, states, omitted in zip(
-                self._experts, weights, planned.states, planned.omitted, strict=True
+            for is_read, side, weight, states, omitted in zip(
+                *(self._read, self._experts, weights, planned.states, planned.omitted), strict=True
             ):
+                if not is_read:
+                    continue
                 tally = _Tally()
                 tally.add(states, omitted)
                 words = tuple(STATE_NAMES[state] for state in states) if detailed else None
                 shares.append(tally.share(replace(side, weight=weight), words))
+        mixture = None if planned is None else planned.mixture
         return TensorExplanation(
             name=name,
             layer=self._layers[name],
@@ -288,6 +307,8 @@ class _Explainer:
             blocks_total=blocks,
             blocks_reused=reused,
             not_finite=0 if planned is None else self._not_finite.get(planned.name, 0),
+            cosine=self._cosines.get(first),
+            mixture=None if mixture is None else mixture.experts,
             experts=tuple(shares),
         )
 
@@ -327,7 +348,9 @@ class _Explainer:
 
     def _shares(self, sums: _Sums) -> tuple[ExpertShare, ...]:
         return tuple(
-            tally.share(side) for side, tally in zip(self._experts, sums.experts, strict=True)
+            tally.share(side)
+            for is_read, side, tally in zip(self._read, self._experts, sums.experts, strict=True)
+            if is_read
         )
 
     def _reused(self, planned: PlanTensor, dtype: str, blocks: int) -> int:
@@ -365,7 +388,9 @@ def require_tensor(tensor: str, names: Collection[str], snapshot: SnapshotId) ->
         raise NotFound(what, where=tensor, hint=did_you_mean(tensor, names, listed))
 
 
-def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Explanation:
+def explain(
+    catalog: Catalog, statistics: StatsStore, snapshot: SnapshotId, tensor: str | None
+) -> Explanation:
     """Explain where a merged snapshot, or one tensor of it, came from.
 
     Raises BadRequest for a snapshot that no merge made, NotFound for an unknown tensor.
@@ -377,7 +402,7 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
         require_tensor(tensor, names, snapshot)
     plan = catalog.record(Plan, plan_id)
     sources = sources_of_merge(catalog, plan_id, plan, record)
-    explainer = _Explainer(catalog, record, plan, sources)
+    explainer = _Explainer(catalog, statistics, record, plan, sources)
     wanted = [tensor] if tensor is not None else explainer.names()
     tensors = [explainer.tensor(name, detailed=tensor is not None) for name in wanted]
     layers, experts = explainer.sums(tensors)

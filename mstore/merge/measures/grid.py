@@ -51,7 +51,8 @@ class Companion(msgspec.Struct, frozen=True):
     that is not its role; made: what makes one. is_read: the kernel has it
     chunk by chunk, after the experts; it is one for each, and has the model's shapes.  Others are
     facts: `Combination.settle` reads them for a plan (`TensorFacts`), and they are there where
-    factors follow from them (`ChunkFactors.bound`).
+    factors follow from them (`ChunkFactors.bound`). unlike: the role of another one of the merge
+    that it is compared with, so that both say nothing where they are equal.
 
     Of one that is read planning knows sums over each chunk: totals, how many; measure: makes them
     of stored bytes, their element type and their number, NaN for elements that are none of this
@@ -66,6 +67,7 @@ class Companion(msgspec.Struct, frozen=True):
     called: str | None = None
     made: str | None = None
     is_read: bool = False
+    unlike: str | None = None
     totals: int = 0
     measure: Callable[[Bytes, str, int], Sequence[float]] | None = None
     refuse: Callable[[str | None], MstoreError] | None = None

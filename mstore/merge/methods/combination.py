@@ -37,7 +37,8 @@ class Combination:
     factors (`combinations.sum`), in these groups:
 
     - what is said of it: `unbounded`, `unconflicting`, `of_nan`, `facts`, `unkept`
-    - what it needs of whole tensors: `needs_facts`, `settle`; or of a chunk: `chunk_factors`
+    - what it needs of whole tensors: `needs_facts`, `settle`, `by_cosine`, `cosine`; or of a chunk:
+      `chunk_factors`
     - what it needs beside base and experts: `companions`
     - what weights do: `normalizes`, `divisor`, `divided_by`, `dilutes`, `most`, `keeps_base`
     - what leaving out costs: `model`
@@ -65,6 +66,8 @@ class Combination:
     """Whether the result is one expert's, so that layers may be stacked by it."""
     by_norms: ClassVar[bool] = True
     """Whether planning needs no more of deltas than what their norms do not exceed."""
+    by_cosine: bool = False
+    """Whether a tensor's factors follow from a cosine and the parameter `threshold`."""
     companions: ClassVar[tuple[Companion, ...]] = ()
     """What it asks for beside base and experts, sorted by role."""
 
@@ -88,6 +91,13 @@ class Combination:
         cannot be combined.
         """
         return operation
+
+    def cosine(self, operation: Operation, facts: TensorFacts) -> float | None:
+        """Return the cosine that `settle` compared with a threshold; None if there was none.
+
+        Raises as `TensorFacts`.
+        """
+        return None
 
     def chunk_factors(self, parameters: Mapping[str, Value]) -> ChunkFactors | None:
         """Return how factors of rows, or of elements, follow from what is read; None for none."""

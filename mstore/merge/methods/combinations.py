@@ -281,7 +281,8 @@ class Mixed(Sum):
 
     mix: makes them of inner products, parameters and weights.  pairs: whether it needs the inner
     products of experts with each other, not only with the base. of_deltas: whether they are those
-    of deltas although whole experts are mixed. row_factors: says for parameters how the factors of
+    of deltas although whole experts are mixed. cosine: of methods that decide by one, makes it of
+    inner products, None where there is none. row_factors: says for parameters how the factors of
     each row follow, None for those of the tensor; an operation with factors of rows has no facts.
     """
 
@@ -293,11 +294,14 @@ class Mixed(Sum):
         *,
         pairs: bool = False,
         of_deltas: bool = False,
+        cosine: Callable[[Gram], float | None] | None = None,
         row_factors: Callable[[Mapping[str, Value]], RowFactors | None] = lambda _: None,
     ) -> None:
         self._mix = mix
         self._pairs = pairs
         self._of_deltas = of_deltas
+        self.by_cosine = cosine is not None
+        self._cosine = cosine
         self._row_factors = row_factors
 
     def check(self, operation: Operation) -> None:
@@ -342,6 +346,9 @@ class Mixed(Sum):
             # What is equal in all inputs stays, whatever rounding makes of its factors.
             return nothing
         return found
+
+    def cosine(self, operation: Operation, facts: TensorFacts) -> float | None:
+        return None if self._cosine is None else self._cosine(self._gram(operation, facts))
 
     def mixed(self, operation: Operation, gram: Gram) -> Operation:
         """Return the operation of a tensor whose inner products are `gram`: (K + 1) squared.

@@ -66,6 +66,10 @@ class Unified(Factored):
     unbounded = "elects signs"
     of_nan = "a NaN has no sign and takes no part, an infinity may"
 
+    def most(self, operation: Operation) -> tuple[float, ...]:
+        """Return 1 for each, times the scale: an element is one expert's own."""
+        return (operation.farthest,) * len(operation.weights)
+
 
 class _Masks(ChunkFactors):
     """The weight where an expert's mask, whose row follows those of the experts, is not 0."""

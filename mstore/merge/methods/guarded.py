@@ -18,11 +18,18 @@ from mstore.merge.methods.selection import Whole
 from mstore.store.objects.plan import Mixture
 
 
-def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float]) -> Mixture:
+def _cosine(gram: Gram) -> float | None:
     expert, reference = math.sqrt(gram[1][1]), math.sqrt(gram[2][2])
-    # Where the reference moves nothing there is no direction to leave.
-    cosine = 1.0 if reference == 0 else gram[1][2] / (expert * reference) if expert else 0.0
-    share = 1.0 if cosine >= parameters["threshold"] else float(parameters["alpha"])
+    if reference == 0:
+        # Where the reference moves nothing there is no direction to leave.
+        return None
+    return gram[1][2] / (expert * reference) if expert else 0.0
+
+
+def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float]) -> Mixture:
+    cosine = _cosine(gram)
+    stays = cosine is None or cosine >= parameters["threshold"]
+    share = 1.0 if stays else float(parameters["alpha"])
     return Mixture(0.0, (share, 1.0 - share), keeps_base=True)
 
 
@@ -38,7 +45,7 @@ GUARDED: Final = Method(
         Parameter("alpha", "float", 0.0, Range(0.0, 1.0)),
     ),
     select=Whole,
-    combine=Mixed(_mix, pairs=True, of_deltas=True),
+    combine=Mixed(_mix, pairs=True, of_deltas=True, cosine=_cosine),
     experts=2,
     weighted=False,
     mind="what is left out is the base's, which is not the reference's",

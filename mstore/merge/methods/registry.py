@@ -120,8 +120,12 @@ class Operations:
 
     def of(self, tensor: PlanTensor) -> Operation:
         """Return the operation of one tensor, with its mixture."""
-        found = self._all[tensor.operation]
+        found = self.unsettled(tensor)
         return found if tensor.mixture is None else found.settled(tensor.mixture)
+
+    def unsettled(self, tensor: PlanTensor) -> Operation:
+        """Return the operation of one tensor as it was before its facts were known."""
+        return self._all[tensor.operation]
 
     def match(self, plan: Plan) -> bool:
         """Return whether the plan's records are as these operations would be written."""

@@ -62,11 +62,17 @@ def _matrix(name: str, shape: Shape) -> Shape | None:
     return shape if len(shape) == 2 else None
 
 
-def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float]) -> Mixture:
+def _cosine(gram: Gram) -> float | None:
     change, projected = math.sqrt(gram[1][1]), math.sqrt(gram[2][2])
+    if not change:
+        return None
     # What alignment did not touch projects to nothing: the authors' cosine is 0 then.
-    cosine = gram[1][2] / (change * projected) if change and projected else 0.0
-    stays = not change or cosine >= parameters["threshold"]
+    return gram[1][2] / (change * projected) if projected else 0.0
+
+
+def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float]) -> Mixture:
+    cosine = _cosine(gram)
+    stays = cosine is None or cosine >= parameters["threshold"]
     share = 1.0 if stays else float(parameters["alpha"])
     return Mixture(0.0, (share, 1.0 - share), keeps_base=True)
 
@@ -76,7 +82,7 @@ class Projected(Mixed):
 
     companions = (
         Companion(ALIGNED, of=None, shape=_matrix),
-        Companion(UNALIGNED, of=None, shape=_matrix),
+        Companion(UNALIGNED, of=None, shape=_matrix, unlike=ALIGNED),
     )
 
     def facts(self, select: type[Selection]) -> str:
@@ -242,7 +248,7 @@ SAFE_MERGE: Final = Method(
         Parameter("alpha", "float", 0.8, Range(0.0, 1.0)),
     ),
     select=Whole,
-    combine=Projected(_mix),
+    combine=Projected(_mix, cosine=_cosine),
     experts=2,
     weighted=False,
     mind="what is left out is the base's, which is not the safe expert's",

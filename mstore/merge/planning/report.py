@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from mstore.blocks.schema import PlanInputs
@@ -87,8 +87,8 @@ class PlanReport(Report, frozen=True):
     """chunks equal to the base's: nothing to read"""
     chunks_shared: int
     """chunks that another expert shares: read once"""
-    chunks_below_threshold: int
-    """chunks that the method trims away entirely"""
+    chunks_not_needed: int
+    """chunks of which the method takes nothing: trimmed away, or of factor 0"""
     chunks_selected: int
     """chunks to read, or shared"""
     chunks_omitted: int
@@ -146,9 +146,12 @@ def plan_report(
     of `analyzed` are adapters, for the norms of their products.
     """
     counts: Counter[int] = Counter()
+    rows: Sequence[int] = range(1, len(plan.inputs))
+    with suppress(Unavailable, BadRequest):
+        _, *rows = Operations(plan).read(plan)
     for tensor in plan.tensors:
-        for states in tensor.states:
-            counts.update(states)
+        for number in rows:
+            counts.update(tensor.states[number - 1])
     remarks = list(map(phrased, plan.remarks))
     if factors:
         remarks.append(
@@ -218,7 +221,7 @@ def plan_report(
         chunks_total=sum(counts.values()),
         chunks_equal_base=counts[EQUAL],
         chunks_shared=counts[SHARED],
-        chunks_below_threshold=counts[BELOW],
+        chunks_not_needed=counts[BELOW],
         chunks_selected=counts[READ] + counts[SHARED],
         chunks_omitted=counts[OMITTED],
         chunks_outside_top_p=counts[DROPPED],

@@ -52,7 +52,7 @@ from mstore.store.objects.tensor import AppliedTensor, Tensor
 from mstore.store.tied import ties_embeddings
 from mstore.terms.errors import BadRequest, Incompatible
 from mstore.terms.ids import ManifestId, TensorId
-from mstore.terms.phrases import Option, call, few, phrase
+from mstore.terms.phrases import Option, Text, call, few, phrase
 from mstore.terms.report import Progress, ProgressCallback
 
 # Late: most methods need no facts, and most surveys find statistics.
@@ -270,7 +270,31 @@ class Surveyor:
                 found = _tensors(inputs, inputs.experts[number])
                 has_missing |= self._check_companion(one, number, base, found, experts)
                 experts.append(found)
+        self._require_unlike(base, experts)
         return experts, has_missing
+
+    def _require_unlike(self, base: RecordsByName, members: Sequence[RecordsByName]) -> None:
+        """Raise Incompatible for companions that are to be compared, and are equal everywhere."""
+        asked = dict(self._split(range(len(members))))
+        roles = {one.role: number for one, [number, *_] in asked.items()}
+        for one, [number, *_] in asked.items():
+            if one.unlike is None:
+                continue
+            other = roles[one.unlike]
+            pairs = [
+                (members[number][name][0], members[other][name][0])
+                for name, (_, record) in base.items()
+                if one.shape(name, record.shape) is not None
+                if self._inputs.has(number, name) and self._inputs.has(other, name)
+            ]
+            if pairs and all(mine == theirs for mine, theirs in pairs):
+                names = [self._request.experts[n].name for n in (number, other)]
+                raise Incompatible(
+                    f"as the {one} equals {names[1]}, the {one.unlike} one, in every tensor that "
+                    "they are compared in",
+                    where=names[0],
+                    hint=Option("companions", {one.role: "REF"}),
+                )
 
     def _unmeasured(self, candidates: Collection[Candidate]) -> int:
         """Tell how many bytes of experts are read because they have no statistics, and return it.
@@ -327,14 +351,13 @@ class Surveyor:
             )
         }
         lacks = [name for name in moved if not self._inputs.has(number, name)]
-        of_another = Incompatible(
-            f"has none of the tensors of {request.base.name} that are merged: it is the {one} "
-            "of another model",
-            where=where,
-        )
+        if moved and len(lacks) == len(moved):
+            raise Incompatible(
+                f"has none of the tensors of {request.base.name} that are merged: it is the {one} "
+                "of another model",
+                where=where,
+            )
         if one.is_optional:
-            if moved and len(lacks) == len(moved):
-                raise of_another
             lacks = []
         others = [
             name
@@ -345,17 +368,19 @@ class Surveyor:
         for verb, names in told.items():
             if names and not request.allow_missing:
                 allowed = Option("allow_missing", True)
+                hint: Text = phrase(
+                    "{allowed} leaves an expert out of the tensors that its {role} lacks",
+                    allowed=allowed,
+                    role=str(one),
+                )
+                if one.of is None:
+                    # Tensors of other names or numbers are mostly those of another model.
+                    hint = f"give one of the architecture of {request.base.name}"
                 raise Incompatible(
                     f"{verb} {few(names)}: {one.any} has the tensors of the model",
                     where=where,
-                    hint=phrase(
-                        "{allowed} leaves an expert out of the tensors that its {role} lacks",
-                        allowed=allowed,
-                        role=str(one),
-                    ),
+                    hint=hint,
                 )
-        if moved and len(lacks) == len(moved):
-            raise of_another
         for name, shape in shapes.items():
             record = found[name][1]
             is_own = one.is_read or self._inputs.has(number, name)

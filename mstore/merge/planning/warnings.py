@@ -13,8 +13,11 @@ from statistics import median
 from typing import Final
 
 from mstore.blocks.schema import NamedSnapshot, PlanInputs
+from mstore.merge.measures.grid import split
 from mstore.merge.methods.method import Operation
+from mstore.merge.methods.parameters import written
 from mstore.merge.methods.registry import Operations
+from mstore.merge.planning.cosines import known_cosines
 from mstore.merge.planning.tensors import (
     left_to_base,
     names_of_plan,
@@ -62,6 +65,7 @@ FAR = "expert far from the base"
 SWAPPED = "base and expert swapped"
 OUT_OF_SCALE = "weight out of scale"
 NO_ENCODER = "no text encoder"
+EQUAL_MODELS = "equal models"
 
 MOST_OF_MODEL: Final = 0.5
 """An expert that moved a whole model further than this, relative to the base's norm, is odd."""
@@ -89,8 +93,8 @@ class MergeWarning(Report, frozen=True):
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
     over budget, expert left out, expert trimmed away, expert far from the base, weight out of
     scale, base and expert swapped, adapter of another base, no text encoder, tokens in other rows,
-    other tensors, other models, head of its own, config of a stack, merged branch moved, overflow,
-    not finite, or licences"""
+    other tensors, other models, equal models, head of its own, config of a stack, merged branch
+    moved, overflow, not finite, or licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str
@@ -283,6 +287,66 @@ def other_models(catalog: Catalog, plan: Plan, sources: PlanInputs) -> tuple[Mer
     return tuple(found)
 
 
+def unmixed(
+    catalog: Catalog, statistics: StatsStore, plan: Plan, sources: PlanInputs
+) -> tuple[MergeWarning, ...]:
+    """Return a warning if a method that mixes some tensors, by their cosines, mixes none."""
+    if plan.is_assembly or not plan.tensors:
+        return ()
+    operations = Operations(plan)
+    used = operations.used(plan)
+    if not all(map(_decides_by_cosine, used)):
+        return ()
+    last = len(plan.experts) - 1
+    if any(one.mixture is None or one.mixture.experts[last] for one in plan.tensors):
+        return ()
+    own = {operation.parameters["threshold"] for operation in used}
+    at = f"the threshold {written(own.pop())}" if len(own) == 1 else "their thresholds"
+    name, cosines = sources.experts[last].name, known_cosines(catalog, statistics, plan)
+    text = f"{name} contributes nothing: no tensor has a cosine below {at}"
+    if cosines:
+        least = min(cosines, key=cosines.__getitem__)
+        text += f"; the least of {len(cosines)} is {cosines[least]:.3f}, that of {least}"
+    return (MergeWarning(TRIMMED, name, text),)
+
+
+def _decides_by_cosine(operation: Operation) -> bool:
+    return operation.method.combine.by_cosine
+
+
+def equal_companions(catalog: Catalog, plan: Plan, sources: PlanInputs) -> tuple[MergeWarning, ...]:
+    """Return in which tensors companions are equal that are to be compared: they say nothing."""
+    asked = Operations(plan).main.method.companions
+    numbers = dict(split(asked, len(plan.experts), range(len(plan.inputs) - 1)))
+    roles = {one.role: own[0] for one, own in numbers.items()}
+    found = []
+    for one in asked:
+        if one.unlike is None:
+            continue
+        first, second = pair = [roles[role] for role in (one.unlike, one.role)]
+        inputs = Inputs.of(catalog, plan)
+        records = inputs.records([inputs.base[tensor.source(0)] for tensor in plan.tensors])
+        names, equal = [], []
+        for tensor, record in zip(plan.tensors, records, strict=True):
+            if one.shape(tensor.name, record.shape) is None:
+                continue
+            mine, theirs = (tensor.source(1 + number) for number in pair)
+            names.append(tensor.name)
+            if not (inputs.has(first, mine) and inputs.has(second, theirs)):
+                continue
+            if inputs.experts[first][mine] == inputs.experts[second][theirs]:
+                equal.append(tensor.name)
+        if equal:
+            told = " and ".join(sources.experts[number].name for number in pair)
+            text = (
+                f"{told}, the {one.unlike} and the {one.role} model, are equal in {len(equal)} of "
+                f"{len(names)} tensors that they are compared in, so nothing is known of these: "
+                f"{few(equal)}"
+            )
+            found.append(MergeWarning(EQUAL_MODELS, None, text))
+    return tuple(found)
+
+
 def _told_models(names: Iterable[str]) -> list[str]:
     return [f"the model {name or 'at the top'}" for name in names]
 
@@ -365,6 +429,9 @@ def _of(plan: Plan, sources: PlanInputs, k: int) -> Iterator[tuple[str, str]]:
     elif DROPPED in states:
         yield OVER_BUDGET, f"{name} contributes nothing: all of it is outside the top-p share"
     elif BELOW in states:
+        if k == len(plan.experts) - 1 and all(map(_decides_by_cosine, used)):
+            # `unmixed` knows more.
+            return
         yield TRIMMED, f"{name} contributes nothing: none of it reaches the result"
     elif not states.strip(bytes((EQUAL,))):
         yield (

@@ -13,7 +13,8 @@ Memory is a few groups of blocks for each thread.  The sums do not depend on thr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple
@@ -25,26 +26,30 @@ from mstore.merge.arithmetic.masks import Singles
 from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.commit import MergeReport
 from mstore.models.adapters.inputs import Inputs, ModelChoice
+from mstore.models.adapters.targets import is_adapter
 from mstore.models.casting import Caster, CastJob
-from mstore.models.made import Publication, Slot, assembled, texts_of
+from mstore.models.made import Publication, Slot, assembled, branch_below, texts_of
 from mstore.models.stats.chunks import ReadChunk, chunk_reader, tensor_chunk
 from mstore.numeric.casts import Values, singles
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.sums import halved
 from mstore.store.catalog import Catalog
-from mstore.store.models import Input, models_in
+from mstore.store.models import Input, models_in, tensors_of
 from mstore.store.objects.manifest import Part
 from mstore.store.objects.snapshot import ADD, BASE, EXPERT, Parent
 from mstore.store.objects.tensor import Tensor
 from mstore.store.transaction import Transaction, branch_to_move
-from mstore.terms.errors import Incompatible
+from mstore.terms.errors import BadRequest, Conflict, Incompatible
 from mstore.terms.ids import SnapshotId
+from mstore.terms.phrases import Option, call, few, phrase
 from mstore.terms.report import ProgressCallback, ProgressCounter, Report
 
 ELECTS: Final = "emr"
 """The method of a model of all experts."""
 MASKED: Final = "masked"
 """That of the model of one."""
+_SHARED: Final = "shared"
+_MASKS: Final = "masks"
 _TYPE: Final = "F32"
 _TAKEN: Final = np.float32(2)
 
@@ -87,11 +92,84 @@ class EmrReport(Report, frozen=True):
     """how long it took"""
 
     @classmethod
-    def of(cls, merged: MergeReport, models: Sequence[EmrModel], *, seconds: float) -> EmrReport:
-        """Return it, for the merge that made the model of all."""
+    def of(
+        cls,
+        merged: MergeReport,
+        models: Sequence[EmrModel],
+        remarks: Sequence[str],
+        *,
+        seconds: float,
+    ) -> EmrReport:
+        """Return it, for the merge that made the model of all.  remarks: more than its own."""
         written = merged.bytes_written + sum(one.bytes_written for one in models)
-        told = merged.remarks, merged.warnings
+        told = (*merged.remarks, *remarks), merged.warnings
         return EmrReport(merged.name, merged.snapshot, tuple(models), written, *told, seconds)
+
+
+class Branches(NamedTuple):
+    """The branches of a family: of the model of all, and of each expert its model and its mask."""
+
+    shared: str
+    own: dict[str, str]
+    masks: dict[str, str]
+
+
+def branches_of(catalog: Catalog, name: str, experts: Sequence[str]) -> Branches:
+    """Return the branches of the family `name`, all of which can be moved.
+
+    Raises BadRequest for experts whose branches would have one name, BadName, Conflict.
+    """
+    where, shared = Option("experts"), f"{name}/{_SHARED}"
+    branch_to_move(catalog, shared)
+    twice = next((one for one, count in Counter(experts).items() if count > 1), None)
+    if twice is not None:
+        raise BadRequest(f"{twice} is given more than once", where=where)
+    own = {one: branch_below(name, one) for one in experts}
+    for expert, branch in own.items():
+        if branch.removeprefix(f"{name}/").split("/")[0] in (_SHARED, _MASKS):
+            raise BadRequest(
+                f"{expert} cannot be the name of an expert: {shared} is the model of all, "
+                f"and masks are below {name}/{_MASKS}",
+                where=where,
+                hint=call("reset", "NAME", expert),
+            )
+    if len({*own.values()}) < len(own):
+        told = ", ".join(experts)
+        raise BadRequest(f"two branches of these would have one name: {told}", where=where)
+    masks = {one: branch_below(f"{name}/{_MASKS}", one) for one in experts}
+    for branch in (*own.values(), *masks.values()):
+        branch_to_move(catalog, branch)
+    refs, above = catalog.refs(), f"{name}/{_MASKS}/"
+    others = [
+        ref.removeprefix(above)
+        for ref in refs
+        if ref.startswith(above) and ref not in masks.values()
+    ]
+    if others:
+        theirs = [f"{way}{one}" for one in others for way in (f"{name}/", above)]
+        raise Conflict(
+            f"has models of experts that are not given: {few(others)}; they are made of the "
+            f"{shared} that is there now",
+            where=name,
+            hint=phrase(
+                "give them, too, choose another {name}, or {remove} first",
+                name=Option("name"),
+                remove=call("remove", *(one for one in theirs if one in refs)),
+            ),
+        )
+    return Branches(shared, own, masks)
+
+
+def adapters_told(catalog: Catalog, experts: Iterable[Input]) -> Iterator[str]:
+    """Yield a remark about experts that are adapters."""
+    names = [
+        one.name
+        for one in experts
+        if is_adapter(tensors_of(catalog, catalog.manifest_of(one.snapshot)))
+    ]
+    if names:
+        verb = "is an adapter" if len(names) == 1 else "are adapters"
+        yield f"{few(names)} {verb}: adapters are mostly smaller than masks, and exact"
 
 
 Sides = tuple[Tensor, Tensor, Tensor]
