@@ -329,7 +329,11 @@ def test_explain_tells_the_cosine(
         parameters=parameters,
         companions=given if method == "safe_merge" else {},
     )
-    store.merge(store.plan(request), name="made")
+    plan = store.plan(request)
+    assert plan.chunks_total == 2 * sum(
+        -(-one.nbytes // (1 << 16)) for one in models["base"].values()
+    )
+    store.merge(plan, name="made")
     found = {one.name: one for one in store.explain("made").tensors}
     base, tuned, safe, aligned = (models[one] for one in ("base", "tuned", "safe", "aligned"))
     for name, one in found.items():

@@ -365,7 +365,7 @@ def test_a_package_asks_for_companions_that_are_facts(
     assert done.stdout.split() == [str(store["whole"].manifest), str(plan.full_expert_bytes)]
     for given, told in (
         ({"e0": "g0"}, "traced takes a Gram for each expert: e1 has none"),
-        ({"e0": "g0", "e1": "none"}, "lacks w"),
+        ({"e0": "g0", "e1": "none"}, "none: has none of the tensors of base"),
         ({"e0": "g0", "e1": "odd"}, "w is F32 [160, 200]: a Gram has the shape [160, 160]"),
     ):
         with pytest.raises(MstoreError, match=re.escape(told)):
