@@ -15,7 +15,7 @@ from mstore_cli.merging import (
     hinting_at_directories,
     with_patterns,
 )
-from mstore_cli.options import Message, Option, Threads
+from mstore_cli.options import WHAT, Message, Option, Threads
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.plan_output import draw_remarks
 from mstore_cli.session import Session
@@ -47,6 +47,7 @@ def emr(
             shell_complete=completion.refs,
             help="A model, or a LoRA adapter of the base, that gets a mask and a virtual model. "
             "Repeatable; 'runs/*' are all refs of this pattern but the base.",
+            group=WHAT,
         ),
     ],
     name: Annotated[
