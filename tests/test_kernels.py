@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from reference import DTYPES, WORDS, Array, Mask, name_of
 
+from mstore.merge.arithmetic.arguments import Chunk, pack
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, count_ties, mix_chunk
 from mstore.merge.arithmetic.masks import mask_keys
 from mstore.merge.methods.registry import find, operation
@@ -842,6 +843,35 @@ def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any]) -> None:
         _call(**changes)
     with pytest.raises(ValueError, match="shorter"):
         count_ties(np.zeros(3, np.uint8), "BF16", np.zeros(4, np.uint8), "BF16", 2, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "wrong", "told"),
+    [
+        ("aim", (2,), np.float32, "sums are float64, not float32"),
+        ("clamp", (2, 2), np.float64, "factors are float32, not float64"),
+        ("linear", (1, 2), np.float64, "factors are float32, not float64"),
+    ],
+)
+def test_row_weights_of_another_type_are_refused(
+    method: str, shape: tuple[int, ...], wrong: type[np.generic], told: str
+) -> None:
+    """Sums are float64 and factors float32: another type, which would be read beyond its end or as
+    other numbers, is refused with both names."""
+    mixed = operation(method, {}, [1.0, 1.0])
+    mix = mixed.settled(Mixture(1.0, (1.0, 1.0), keeps_base=True)).mix()
+    fits = np.float64 if wrong is np.float32 else np.float32
+    rows = np.zeros((2, 64), dtype=np.uint8)
+    chunk = Chunk(
+        *(np.zeros(4, dtype=np.uint8), "BF16", rows, ["BF16"] * 2, [0, 1], 2, 0),
+        *(np.zeros(2, dtype=np.float32), [0, 0], np.zeros((2, 2), dtype=np.uint32)),
+    )
+    if mix.has_base:
+        shape = *shape[:-1], shape[-1] + 1
+    out = np.zeros(4, dtype=np.uint8)
+    pack(mix, chunk, out, "BF16", row_weights=np.zeros(shape, dtype=fits))
+    with pytest.raises(ValueError, match=told):
+        pack(mix, chunk, out, "BF16", row_weights=np.zeros(shape, dtype=wrong))
 
 
 @pytest.mark.parametrize("name", ["base_dtype", "out_dtype"])

@@ -168,7 +168,7 @@ def pack(
 
     out: None for a pass that writes none. row_weights: as for `kernels.mix_chunk`; for FACTORED
     float32[K, n], those of each element, for SUMMED float64[n], what is added to it.  Raises
-    BadRequest for another element type and ValueError for arrays that do not fit.
+    BadRequest for another element type of the chunk and ValueError for arrays that do not fit.
     """
     base, rows, row_of, n = chunk.base, chunk.rows, chunk.row_of, chunk.n
     base_code, out_code = dtype_code(chunk.base_dtype), dtype_code(out_dtype)
@@ -206,6 +206,11 @@ def pack(
     if rescales is not None and rescales.shape != (experts,):
         raise ValueError("rescales are not one an expert")
     row_length = n
+    if row_weights is not None:
+        wide = np.dtype(np.float64 if kind == SUMMED else np.float32)
+        if row_weights.dtype != wide:
+            what = "sums" if kind == SUMMED else "factors"
+            raise ValueError(f"row_weights that are {what} are {wide}, not {row_weights.dtype}")
     if row_weights is not None and kind in (FACTORED, SUMMED):
         # Attribution has sums of each expert.
         wanted = ((experts, n),) if kind == FACTORED else ((n,), (experts, n))
