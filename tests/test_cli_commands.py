@@ -455,13 +455,16 @@ def test_replay_of_other_content_fails(family: Program, monkeypatch: pytest.Monk
         replayed=ManifestId(b"\2" * 32),
         same=False,
         first_difference="layer",
+        remarks=("the method gated may have changed",),
         seconds=0.1,
     )
     monkeypatch.setattr(mstore.Store, "replay", lambda *_args, **_options: report)
     done = family("replay", "tiny/merged", "--json")
     assert done.status == 1
     assert done.document["replayed"] == "02" * 32
-    assert "DIFFERENT content, first at layer" in family("replay", "tiny/merged").out
+    said = family("replay", "tiny/merged")
+    assert "DIFFERENT content, first at layer" in said.out
+    assert said.err == "remark: the method gated may have changed\n"
 
 
 def test_fsck_finds_a_flipped_bit(copy: Program) -> None:

@@ -15,6 +15,7 @@ import families
 import numpy as np
 import pytest
 from checkpoints import write_safetensors
+from cli_runs import Program
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -24,7 +25,7 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.methods.model import coefficients
 from mstore.merge.methods.parameters import Value, single
 from mstore.merge.methods.registry import METHODS, find, names, operation
-from mstore.terms.errors import BadRequest, Unavailable
+from mstore.terms.errors import BadRequest, Corrupt, Unavailable
 from mstore_cli import reference
 from mstore_cli.merging import method_names
 
@@ -459,10 +460,145 @@ def test_another_package_brings_a_method(tmp_path: Path, monkeypatch: pytest.Mon
     assert 0 < error <= plan.error_bound
 
 
+def test_a_broken_package_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods are listed beside one that does not load, which says why; asked for, it fails."""
+    install(tmp_path, "halves", HALVES)
+    install(tmp_path, "broken", "import nothing_of_that_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    why = "the method broken of broken cannot be loaded: No module named 'nothing_of_that_name'"
+    assert {one.name: one.remarks for one in Store.methods()} == {
+        **dict.fromkeys((*METHODS, "halves"), ()),
+        "broken": (why,),
+    }
+    program = Program(tmp_path / "no-store")
+    shown = program.succeed("methods")
+    assert "halves" in shown.out
+    assert "broken" not in shown.out
+    assert f"warning: {why}\n" in shown.err
+    failed = program("methods", "broken")
+    assert failed.status == 1
+    assert f"error: broken_module:METHOD: {why}\n" in failed.err
+
+
+FAILING = """
+from mstore.merge.methods.combinations import Factored, Mixed
+from mstore.merge.arithmetic.element_factors import ElementFactors
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.selection import Delta
+
+
+class Short(ElementFactors):
+    def factors(self, base, sides, weights):
+        return base[:-1]
+
+
+def mix(gram, parameters, weights):
+    return parameters["x"]
+
+
+METHOD = Method(
+    name="{name}",
+    summary="fails",
+    formula="none",
+    source="a test",
+    parameters=(),
+    select=Delta,
+    combine={combine},
+)
+"""
+
+
+def test_a_method_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a package's method, or in what mstore makes of its answer, is told as that of the
+    method and the package, with the traceback; in Python it is the error itself."""
+    install(tmp_path, "looking", FAILING.format(name="looking", combine="Mixed(mix)"))
+    short = FAILING.format(name="short", combine="Factored(lambda _: Short())")
+    install(tmp_path, "short", short)
+    monkeypatch.syspath_prepend(tmp_path)
+    base = np.linspace(-1, 1, 1000, dtype=np.float32)
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for name, values in (("base", base), ("e", base + 1)):
+            path = tmp_path / f"{name}.safetensors"
+            write_safetensors(path, [("w", "F32", base.shape, values.tobytes())])
+            store.add(path, name=name)
+        with pytest.raises(KeyError):
+            store.plan(MergeRequest(base="base", experts=["e"], method="looking"))
+    program = Program(tmp_path / "store")
+    for method, told in (("looking", "KeyError: 'x'"), ("short", "ValueError: could not")):
+        line = ("merge", "--base", "base", "--expert", "e", "--method", method, "--name", "m")
+        failed = program(*line)
+        assert failed.status == 1
+        assert f"error: the method {method} of the package {method} failed: {told}" in failed.err
+        assert "Traceback" in failed.err
+        assert "bug in mstore" not in failed.err
+        del sys.modules[f"{method}_module"]
+
+
+CHANGING = """
+import numpy as np
+
+from mstore.merge.methods.combinations import Sum
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.selection import Selection
+
+
+class Taken(Selection, frozen=True):
+    @property
+    def masked(self):
+        return 4
+
+    def masks(self, chunk, facts):
+        return np.full((len(chunk.row_of), chunk.n), 1, dtype=np.uint8)
+
+
+METHOD = Method(
+    name="changing",
+    summary="base plus deltas",
+    formula="base + sum of w_k d_k",
+    source="a test",
+    parameters=(),
+    select=Taken,
+    combine=Sum(),
+)
+"""
+
+
+def test_a_method_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a method of a package makes other blocks than before, a virtual merge is refused, and a
+    replay differs: both say that the method may have changed."""
+    install(tmp_path, "changing", CHANGING)
+    monkeypatch.syspath_prepend(tmp_path)
+    base = np.linspace(-1, 1, 100_000, dtype=np.float32)
+    told = "the method changing of the package changing may have changed since this merge was made"
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for name, values in (("base", base), ("e", base + 1), ("f", base + 2)):
+            path = tmp_path / f"{name}.safetensors"
+            write_safetensors(path, [("w", "F32", base.shape, values.tobytes())])
+            store.add(path, name=name)
+        for name, expert in (("real", "e"), ("virtual", "f")):
+            # Half of a delta: no block of the result is one of an expert.
+            request = MergeRequest(base="base", experts=[(expert, 0.5)], method="changing")
+            store.merge(store.plan(request), name=name, virtual=name == "virtual")
+        store.cache_bytes_on_disk = 0
+        store["virtual"].tensor("w")
+        assert store.replay("real").remarks == ()
+    taken = find("changing").select
+    monkeypatch.setattr(taken, "masks", lambda _self, chunk, _facts: np.zeros((1, chunk.n), "u1"))
+    with Store.open(tmp_path / "store") as store:
+        for read in (lambda: store["virtual"].tensor("w"), lambda: store.materialize("virtual")):
+            with pytest.raises(Corrupt, match="differs from the memo table") as caught:
+                read()
+            assert caught.value.hint == told
+        replayed = store.replay("real")
+        assert not replayed.same
+        assert replayed.remarks == (told,)
+    del sys.modules["changing_module"]
+
+
 @pytest.mark.rest
 def test_the_package_of_a_method_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans by a method whose package is not installed are listed with the method's name, beside
-    the others; what has to run or to read one says which method it lacks."""
+    the others; what has to run or to read one says which method it lacks.  A recipe is told."""
     site = tmp_path / "site"
     site.mkdir()
     install(site, "halves", HALVES)
@@ -479,6 +615,7 @@ def test_the_package_of_a_method_is_gone(tmp_path: Path, monkeypatch: pytest.Mon
             installed.syspath_prepend(site)
             plan = store.plan(request)
             store.merge(plan, name="m")
+            recipe = store.recipe("m")
         other = store.plan(dataclasses.replace(request, method="ties"))
         assert {(one.plan, one.method) for one in store.plans()} == {
             (plan.plan, "halves"),
@@ -488,12 +625,18 @@ def test_the_package_of_a_method_is_gone(tmp_path: Path, monkeypatch: pytest.Mon
         [listed] = [one for one in store.plans() if one.method == "halves"]
         assert listed.remarks == (f"it cannot be run here: {told}",)
         for call in (
-            *(store.explain, store.recipe, store.blame, store.replay),
+            *(store.explain, store.blame, store.replay),
             lambda _: store.merge(plan.plan, name="again"),
         ):
             with pytest.raises(Unavailable) as caught:
                 call("m")
             assert caught.value.what == told
+            assert (
+                caught.value.hint
+                == "install the package that brings halves, where mstore is installed"
+            )
+        assert store.recipe("m") == recipe
+        assert "merge_method: halves" in recipe
         assert store.show("m").plan == plan.plan
         assert store.usage().refs
     del sys.modules["halves_module"]

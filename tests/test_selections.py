@@ -22,6 +22,8 @@ from mstore import MergeRequest, Store
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import METHODS
+from mstore.merge.running.memo_keys import MemoKeys
+from mstore.merge.running.task import Tasks
 from mstore.store.objects.plan import Plan
 from mstore.terms.errors import MstoreError
 
@@ -269,7 +271,94 @@ METHOD = Method(
     combine=Heated(),
 )
 '''
+SUMS = """
+import numpy as np
+
+from mstore.merge.arithmetic import chunk_sums
+from mstore.merge.arithmetic.chunk_sums import ChunkSums
+from mstore.merge.arithmetic.tiles import SUMMED
+from mstore.merge.methods.aim import OMEGA, Held, Holding
+from mstore.merge.methods.combinations import Sum
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.selection import Delta
+
+
+class Half(Held):
+    def bound(self, given, facts):
+        ((found,),) = facts
+        return Half(self._omega, found, given)
+
+    def sums(self, chunk, shape, weights):
+        return 0.5 * super().sums(chunk, shape, weights)
+
+
+class Quarter(ChunkSums):
+    def sums(self, chunk, shape, weights):
+        # Narrower ones are widened.
+        return np.float32(0.25 * Held(1.0).sums(chunk, shape, weights))
+
+
+class HalfHolding(Holding):
+    def chunk_factors(self, parameters):
+        return Half(parameters["omega"])
+
+
+class Quartered(Sum):
+    kind = SUMMED
+    kernel = staticmethod(chunk_sums.run)
+
+    def chunk_factors(self, parameters):
+        return Quarter()
+
+
+METHOD = Method(
+    name="{name}",
+    summary="a part of the sum of the deltas",
+    formula="base + a part of sum w_k d_k",
+    source="a test",
+    parameters=({parameters}),
+    select=Delta,
+    combine={combine},
+)
+"""
 WEIGHTS = (1.0, 0.5)
+
+
+def test_what_a_package_derives_is_remembered_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Factors that derive from a built-in method's, and those without a code, are remembered under
+    the names of the package's methods, and of one version of the package."""
+    halved = SUMS.format(name="halved", parameters="OMEGA,", combine="HalfHolding()")
+    install(tmp_path, "halved", halved)
+    quartered = SUMS.format(name="quartered", parameters="", combine="Quartered()")
+    install(tmp_path, "quartered", quartered)
+    monkeypatch.syspath_prepend(tmp_path)
+    base = np.linspace(-1, 1, 40_000, dtype=np.float32).reshape(200, 200)
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        models = {"base": base, "e": base + np.float32(0.25), "idle": np.zeros_like(base[0])}
+        for name, array in models.items():
+            path = tmp_path / f"{name}.safetensors"
+            write_safetensors(path, [("w", "F32", array.shape, array.tobytes())])
+            store.add(path, name=name)
+        for method, part in (("aim", 1.0), ("halved", 0.5), ("quartered", 0.25)):
+            request = MergeRequest(base="base", experts=["e"], method=method)
+            if method != "quartered":
+                request = replace(request, companions={"activation:base": "idle"})
+            plan = store.plan(request)
+            store.merge(plan, name=method)
+            wanted = base + np.float32(0.25 * part)
+            np.testing.assert_allclose(store[method].tensor("w"), wanted, atol=1e-6)
+
+        def keys() -> list[bytes]:
+            tasks = Tasks(store._catalog, store._catalog.record(Plan, plan.plan))
+            return MemoKeys(tasks).chunks(tasks.tensor("w"), [0])
+
+        before = keys()
+        assert keys() == before
+        place = tmp_path / "quartered-1.dist-info" / "METADATA"
+        place.write_text(place.read_text().replace("Version: 1", "Version: 2"))
+        assert keys() != before
 
 
 @pytest.fixture

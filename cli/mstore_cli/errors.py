@@ -30,6 +30,7 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 DISK_FULL_HINT = "free some space and run the command again; nothing was published"
 BUG_HINT = "this is a bug in mstore: please report the lines above, and what mstore doctor prints"
+METHOD_HINT = "this is a bug of that package, not of mstore: the lines above say where"
 # A command to type, anywhere in a sentence, but not "this mstore reads".
 _COMMAND = (
     rf"(?<![\w/.-])mstore (?=({'|'.join(v for v in VERBS if v not in OF_NO_STORE)})\b)"
@@ -214,6 +215,13 @@ def _told(error: BaseException, rule: Rule, store: Path | None) -> Told:
         told = error.told(Typed(store))
         hint = told.hint if told.hint is not None else _hint(error, rule)
         return told._replace(hint=with_store(hint, store) if hint else None)
+    if rule.kind is Exception:
+        # Imported here because other errors must not pay for it.
+        from mstore.merge.methods.registry import at_fault
+
+        method = at_fault(error)
+        if method is not None:
+            return Told(f"{method} failed: {type(error).__name__}: {error}", None, METHOD_HINT)
     hint = error.hint if isinstance(error, Interrupted) else _hint(error, rule)
     return Told(_message(error), None, with_store(hint, store) if hint else None)
 

@@ -439,9 +439,11 @@ class Merging(Exchanging):
         from mstore.store.plans import plan_of
 
         id = self._catalog.resolve(revision)
-        plan = plan_of(id, self._catalog.snapshot(id), so="there is no recipe")
+        snapshot = self._catalog.snapshot(id)
+        plan = plan_of(id, snapshot, so="there is no recipe")
         try:
-            return printed_recipe(self._catalog, self._catalog.record(Plan, plan))
+            record = self._catalog.record(Plan, plan)
+            return printed_recipe(self._catalog, record, snapshot.manifest_id())
         except BadRequest as error:
             if error.where is None:
                 error.locate(str(revision))
@@ -493,9 +495,9 @@ class Merging(Exchanging):
     def methods(name: str | None = None) -> tuple[MethodReport, ...]:
         """Describe the merge methods, also those of other packages.
 
-        name: describe only this one.
+        name: describe only this one.  In the list, one that cannot be loaded has a remark.
 
-        Raises BadRequest for an unknown name, Unavailable for a package that cannot be loaded.
+        Raises BadRequest for an unknown name, Unavailable for a named one that cannot be loaded.
         """
         from mstore.merge.methods import registry
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.errors import warn
 from mstore_cli.options import Argument
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
@@ -39,17 +40,21 @@ def methods(
     from mstore import Store
 
     found = Store.methods(name)
+    usable = [one for one in found if not one.remarks]
+    for one in found:
+        for remark in one.remarks:
+            warn(remark)
 
     def human(screen: Screen) -> None:
         if name is not None:
             _describe(screen, found[0])
             return
-        screen.table(COLUMNS, ((one.name, one.summary, _bound(one)) for one in found))
+        screen.table(COLUMNS, ((one.name, one.summary, _bound(one)) for one in usable))
         screen.line()
         screen.command("more about one", "mstore methods NAME")
 
     document = {"methods": found}
-    session.output.emit(document, ids=[one.name for one in found], human=human)
+    session.output.emit(document, ids=[one.name for one in usable], human=human)
 
 
 def _describe(screen: Screen, one: MethodReport) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mstore_cli.command import command
-from mstore_cli.errors import FAILURE, Ended
+from mstore_cli.errors import FAILURE, Ended, remarks
 from mstore_cli.options import Revision, Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
@@ -37,6 +37,7 @@ def replay(session: Session, revision: Revision, threads: Threads = None) -> Non
             ]
         )
 
+    remarks(report.remarks)
     session.output.emit(report, ids=[report.replayed], human=human)
     if not report.same:
         raise Ended(FAILURE)

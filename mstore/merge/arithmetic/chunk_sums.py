@@ -44,7 +44,7 @@ class ChunkSums(ChunkFactors):
     ) -> Doubles:
         """Return the sums of a chunk, as `run` takes them."""
         with np.errstate(all="ignore"):
-            return self.sums(chunk, shape, weights)
+            return np.asarray(self.sums(chunk, shape, weights), dtype=np.float64)
 
     def each(self, chunk: Chunk, shape: Sequence[int], weights: Sequence[float]) -> Doubles:
         """Return what each expert adds to each element of the base, float64[K, n]."""

@@ -57,12 +57,13 @@ None for what is lacking."""
 class ChunkFactors(ABC):
     """How factors follow from a chunk, where a tensor has none: of rows, or of single elements.
 
-    code: what stands for it in a kernel's flags, and so in memo keys. needs_rows: whether a chunk
+    code: what stands for it in a kernel's flags, and so in memo keys; a package needs none of its
+    own, since its method's name is in those. needs_rows: whether a chunk
     must be whole rows. needs_tensor: whether it must be the whole tensor. likely: roughly what a
     weighted delta is multiplied by; None: its share of the weights.
     """
 
-    code: ClassVar[int]
+    code: ClassVar[int] = 255
     unbounded: ClassVar[str | None] = None
     """What it does, where the error of leaving something out has no bound because of it."""
     needs_rows: ClassVar[bool] = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
@@ -167,7 +168,7 @@ def _of_plan(plan: Plan, one: PlanOperation) -> Operation:
         raise Unavailable(
             f"plan {plan.id().short} uses the method {name[:_SHOWN]}, of a package that is not "
             "installed",
-            hint="install the package that brings it, where mstore is installed",
+            hint=f"install the package that brings {name[:_SHOWN]}, where mstore is installed",
         )
     return find(name).apply(dict(one.parameters), one.weights)
 
@@ -184,8 +185,51 @@ def _elsewhere() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
+def package_of(name: str) -> tuple[str, str] | None:
+    """Return the package that brings a method, and its version; None for a method of this folder.
+
+    Both are empty where nothing says which package it is.
+    """
+    if name in MODULES:
+        return None
+    entry = _elsewhere().get(name)
+    return (
+        ("", "") if entry is None or entry.dist is None else (entry.dist.name, entry.dist.version)
+    )
+
+
+def changed(name: str) -> str | None:
+    """Return why a method may make other blocks than before; None for one of this folder."""
+    package = package_of(name)
+    if package is None:
+        return None
+    return (
+        f"the method {name} of the package {package[0]} may have changed since this merge was made"
+    )
+
+
+def at_fault(error: BaseException) -> str | None:
+    """Return the method of another package in whose code an error was raised; None for none.
+
+    That is code of the package, or of mstore for an object of its classes.
+    """
+    packages = set()
+    for frame, _ in walk_tb(error.__traceback__):
+        modules = frame.f_globals.get("__name__"), type(frame.f_locals.get("self")).__module__
+        packages |= {str(module).partition(".")[0] for module in modules}
+    found = [one for one in _elsewhere().values() if one.module.partition(".")[0] in packages]
+    if not found:
+        return None
+    named = " or ".join(sorted(entry.name for entry in found))
+    return f"the method {named} of the package {_named(found[0])}"
+
+
+def _named(entry: EntryPoint) -> str:
+    return entry.value if entry.dist is None else entry.dist.name
+
+
 def _load(entry: EntryPoint) -> Method:
-    package = entry.dist.name if entry.dist is not None else entry.value
+    package = _named(entry)
     try:
         method: object = entry.load()
     # Importing another package may raise anything.
@@ -245,11 +289,21 @@ class MethodReport(Report, frozen=True):
     """what it must know of whole tensors first: measured once, apart from the budget"""
     certified: bool
     """whether the error of leaving chunks out has a certified bound, and not only an estimate"""
+    remarks: tuple[str, ...] = ()
+    """why it cannot be used here; empty if it can: else only its name is known"""
 
 
 def methods() -> tuple[MethodReport, ...]:
-    """Describe every method, those of other packages too.  Raises Unavailable for one of these."""
-    return tuple(_described(find(name)) for name in names())
+    """Describe every method, those of other packages too, with a remark where one cannot load."""
+    return tuple(map(_listed, names()))
+
+
+def _listed(name: str) -> MethodReport:
+    try:
+        return method(name)
+    except Unavailable as error:
+        nothing = MethodReport(name, "", "", "", None, 1, True, (), (), (), False)
+        return structs.replace(nothing, remarks=(error.what,))
 
 
 def method(name: str) -> MethodReport:

@@ -16,7 +16,7 @@ from mstore.merge.methods.method import Method
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, SCALE, Parameter
 from mstore.merge.planning.validate import is_retyped
 from mstore.merge.recipes.recipe import DEFAULT_LIMITS, RecipeMethod, RecipeParameter
-from mstore.merge.recipes.write import named, recipe_of
+from mstore.merge.recipes.write import HEAD, named, recipe_of
 from mstore.models.adapters.targets import is_adapter
 from mstore.store.catalog import Catalog
 from mstore.store.models import tensors_of
@@ -24,7 +24,7 @@ from mstore.store.objects.plan import Plan
 from mstore.store.objects.snapshot import PREPARE
 from mstore.store.plans import sources_of
 from mstore.store.refs import CANDIDATE, KINDS
-from mstore.terms.errors import BadRequest, NotFound
+from mstore.terms.errors import BadRequest, NotFound, Unavailable
 from mstore.terms.ids import ManifestId
 
 _OF_MIXTURES: Final = (
@@ -69,15 +69,23 @@ def recipe_text(catalog: Catalog, plan: Plan) -> str:
     return text
 
 
-def printed_recipe(catalog: Catalog, plan: Plan) -> str:
+def printed_recipe(catalog: Catalog, plan: Plan, made: ManifestId) -> str:
     """Return the recipe of a plan with the refs that this store has for its models.
+
+    made: the content that the plan made, which has the recipe if the plan's method is not here.
 
     Of several refs for one model that which the merge named counts, else a branch before a tag, and
     the shortest; candidates and branches of models that were made for a recipe do not, as they may
     be removed. The recipe of a mixture is as it was written, with ids before it. Raises BadRequest
     if no recipe can state the plan.
     """
-    text = recipe_text(catalog, plan)
+    try:
+        text = recipe_text(catalog, plan)
+    except Unavailable:
+        stored = _stored(catalog, plan, made)
+        if stored is None:
+            raise
+        text = stored
     told: list[str] = []
     # An input may be collected: its content is named by its id.
     with suppress(NotFound):
@@ -97,6 +105,14 @@ def printed_recipe(catalog: Catalog, plan: Plan) -> str:
         if record.made != PREPARE:
             refs.setdefault(record.manifest_id().hex(), name)
     return named(text, refs)
+
+
+def _stored(catalog: Catalog, plan: Plan, made: ManifestId) -> str | None:
+    """Return the recipe that a merge wrote beside its model; None if that is of another merge."""
+    file = catalog.manifest(made).file(MERGEKIT)
+    text = (catalog.read_small(file, DEFAULT_LIMITS.max_bytes) or b"").decode(errors="replace")
+    names = (f"merge_method: {plan.method}\n", *(one.manifest_id().hex() for one in plan.inputs))
+    return text if text.startswith(HEAD[0]) and all(name in text for name in names) else None
 
 
 def known_method(method: Method) -> RecipeMethod:

@@ -10,6 +10,7 @@ import msgspec
 
 from mstore.blocks.codecs import Policy
 from mstore.blocks.schema import PlanInputs
+from mstore.merge.methods.registry import changed
 from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning, not_finite_text
@@ -376,6 +377,8 @@ class ReplayReport(Report, frozen=True):
     """whether the two are equal"""
     first_difference: str | None
     """where they first differ; None if they do not"""
+    remarks: tuple[str, ...]
+    """what may have changed since, where they differ: methods of other packages"""
     seconds: float
     """how long it took"""
 
@@ -407,6 +410,7 @@ def replay(
         )
     manifest = outcome.manifest
     same = manifest.id() == record.manifest_id()
+    methods = sorted({one.method for one in plan.operations})
     return ReplayReport(
         snapshot=snapshot,
         plan=plan_id,
@@ -416,6 +420,7 @@ def replay(
         first_difference=None
         if same
         else _first_difference(catalog, catalog.manifest(record.manifest_id()), outcome),
+        remarks=() if same else tuple(filter(None, map(changed, methods))),
         seconds=time.monotonic() - began,
     )
 

@@ -19,6 +19,7 @@ import msgspec
 
 from mstore import fs
 from mstore.merge.arithmetic.kernels import UNLIMITED
+from mstore.merge.methods.registry import changed
 from mstore.merge.running.delivery import Delivery
 from mstore.merge.running.leftovers import rows_of
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
@@ -167,6 +168,7 @@ class FinishedChunks:
         self._sink = sink
         self._memo = memo
         self._written = written
+        self._tasks = tasks
         self._keys = MemoKeys(tasks)
         self._delivery = delivery
         self._leftovers = None if sink is None else Leftovers(sink.directory, delivery)
@@ -226,7 +228,8 @@ class FinishedChunks:
             raise Corrupt(
                 "the recomputed chunk differs from the memo table",
                 where=f"{result.tensor}, chunk {result.number}",
-                hint=call("fsck", read_data=True),
+                hint=changed(self._tasks.operation(result.tensor).method.name)
+                or call("fsck", read_data=True),
             )
         if result.key:
             self._keep(result.key, result.value)

@@ -3,10 +3,11 @@
 Owns which facts go into a key and how a row's value is encoded; `mstore.store.memo` keeps the rows.
 
     key    BLAKE3 derive_key("mstore 1 memo") of: version of the arithmetic, mix, element types,
-           length, base blocks, and for each expert that takes part, in plan order: weight,
-           threshold, element type, blocks, and for a quota that ends within the tensor what
-           the chunk's share of it follows from; for methods that draw the key words and
-           the place in the tensor, and the mask limit where experts have different ones; for
+           name of a method of another package and the version of that, length, base blocks, and
+           for each expert that takes part, in plan order: weight, threshold, element type, blocks,
+           and for a quota that ends within the tensor what the chunk's share of it follows from;
+           for methods that draw the key words and the place in the tensor, and the mask limit where
+           experts have different ones; for
            methods that mix the experts themselves all weights; for a selection by variance or
            importance the threshold, the number of experts, and how far into the chunk equal ones
            count; for one by what experts need, what makes it a need, and of how many; for
@@ -35,6 +36,7 @@ from blake3 import blake3
 
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.methods.method import Operation
+from mstore.merge.methods.registry import package_of
 from mstore.merge.running.slices import ALL_FINITE, NotFinite
 from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask
 from mstore.models.stats.chunks import blocks_per_chunk
@@ -115,8 +117,10 @@ class MemoKeys:
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
-        # Keyed by operation and element types, of which a plan mostly has few.
-        self._heads: dict[tuple[Mix, str, str], bytes] = {}
+        # Keyed by method, operation and element types, of which a plan mostly has few.
+        self._heads: dict[tuple[str, Mix, str, str], bytes] = {}
+        # Which package it is, is read from disk.
+        self._packages: dict[str, bytes] = {}
 
     def by_number(self, tensor: TensorTask, numbers: Sequence[int]) -> dict[int, bytes]:
         """Return the keys of some chunks of a tensor by number, numbers ascending."""
@@ -151,19 +155,28 @@ class MemoKeys:
         return keys
 
     def _head_of(self, tensor: TensorTask, operation: Operation) -> bytes:
-        mix = tensor.mix
-        key = mix, tensor.base_dtype, tensor.out_dtype
+        mix, method = tensor.mix, operation.method.name
+        key = method, mix, tensor.base_dtype, tensor.out_dtype
         found = self._heads.get(key)
         if found is None:
             # Every expert is a summand of a sum of whole experts, present or not.
             weights = mix.weights.astype("<f4").tobytes() if operation.counts_all else b""
             types = _text(tensor.base_dtype) + _text(tensor.out_dtype)
-            head = ARITHMETIC.to_bytes(4, "little") + mix.signature()
+            head = ARITHMETIC.to_bytes(4, "little") + mix.signature() + self._packaged(method)
             found = self._heads[key] = head + types + weights
         # Ranks, importance and angles follow from the rows.
         rows = tensor.row_length.to_bytes(8, "little") if operation.needs_rows else b""
         own = operation.chunk_factors
         return found + rows + (b"" if own is None else own.key(tensor.shape))
+
+    def _packaged(self, method: str) -> bytes:
+        """Return what tells methods of other packages apart, as flags do those of mstore."""
+        found = self._packages.get(method)
+        if found is None:
+            package = package_of(method)
+            found = b"" if package is None else _text(method) + _text(package[1])
+            self._packages[method] = found
+        return found
 
     def _sides(
         self, tensor: TensorTask, members: Members, operation: Operation

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.reader import Meter
+from mstore.merge.methods.registry import changed
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import blend, count_new, tie_counts
 from mstore.merge.running.finished import Shape
@@ -313,7 +314,8 @@ class VirtualBlocks:
             raise Corrupt(
                 "the recomputed block differs from the memo table",
                 where=f"plan {tensor.plan.id}, tensor {tensor.task.name}, block {block}",
-                hint=call("fsck", read_data=True),
+                hint=changed(tensor.plan.tasks.operation(tensor.task.name).method.name)
+                or call("fsck", read_data=True),
             )
 
     def _load(self, tensor: _Tensor, number: int, scratch: LoadBuffers) -> tuple[bytes, Loaded]:
