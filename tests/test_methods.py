@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -640,6 +641,54 @@ def test_the_package_of_a_method_is_gone(tmp_path: Path, monkeypatch: pytest.Mon
         assert store.show("m").plan == plan.plan
         assert store.usage().refs
     del sys.modules["halves_module"]
+
+
+@pytest.mark.rest
+def test_the_page_shows_a_method_with_companions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second example of docs/howto/methods.md merges as its formula says, keeps what it
+    measured apart for each value of its parameter, and has a bound that holds."""
+    page = (PAGE.parent / "howto" / "methods.md").read_text(encoding="utf-8")
+    _, module = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert max(map(len, module.splitlines())) <= 100
+    install(tmp_path, "trusted", module)
+    monkeypatch.syspath_prepend(tmp_path)
+    rng = np.random.default_rng(6)
+    shapes = {"w": (300, 200), "u": (100, 200), "v": (200,)}
+    base = {name: rng.normal(0, 1, shape) for name, shape in shapes.items()}
+    models = {"base": base, "trust": {"w": np.array([0.25, 0.75])}}
+    for k in range(2):
+        models[f"e{k}"] = {name: one + rng.normal(0, 0.1, one.shape) for name, one in base.items()}
+    models["none"] = {"u": np.array([0.1])}
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for name, arrays in models.items():
+            path = tmp_path / f"{name}.safetensors"
+            stored = {one: array.astype(np.float32) for one, array in arrays.items()}
+            write_safetensors(path, [(n, "F32", a.shape, a.tobytes()) for n, a in stored.items()])
+            store.add(path, name=name)
+        request = MergeRequest(
+            base="base",
+            experts=["e0", ("e1", 0.5)],
+            method="trusted",
+            companions={"trust:e0": "trust", "trust:e1": "none"},
+        )
+        # Nothing is known of u of e0 and of w of e1, and a vector needs none.
+        for least, share in ((0.2, 1.0), (0.5, 0.5)):
+            asked = dataclasses.replace(request, parameters={"least": least})
+            store.merge(store.plan(asked), name="m")
+            for name, first, other in (("w", share, 0.5), ("u", 1.0, 0.0), ("v", 1.0, 0.5)):
+                moved = [models[f"e{k}"][name] - base[name] for k in range(2)]
+                wanted = base[name] + first * moved[0] + other * moved[1]
+                np.testing.assert_allclose(store["m"].tensor(name), wanted, atol=1e-5)
+        assert store.replay("m").same
+        assert store.plan(asked).analyze_bytes_read == 0
+        report = store.merge(store.plan(dataclasses.replace(asked, budget="60%")), name="part")
+        norm = np.linalg.norm(np.concatenate([one.ravel() for one in base.values()]))
+        error = np.linalg.norm(store["part"].tensor("w") - store["m"].tensor("w"))
+        assert report.error_bound is not None
+        assert 0 < error <= report.error_bound * norm
+    del sys.modules["trusted_module"]
 
 
 PAIRED = """

@@ -431,9 +431,11 @@ class Merging(Exchanging):
         these where they have no ref.  `read_recipe` takes both.  With the same budget and limits,
         the request of the recipe gives the same plan.  The file mergekit_config.yml of the snapshot
         is the same with ids alone.  That of a mixture of experts is the one that it was made from,
-        as it was written, for `plan_moe`, after comments with the ids of its models.
+        as it was written, for `plan_moe`, after comments with the ids of its models.  If the method
+        is of a package that is not installed, the recipe is that of the snapshot's file.
 
-        Raises NotFound, BadName, BadRequest (no merge made it, or no recipe can state it).
+        Raises NotFound, BadName, BadRequest (no merge made it, or no recipe can state it), and
+        Unavailable (there is neither package nor file).
         """
         from mstore.merge.planning.recipe_text import printed_recipe
         from mstore.store.plans import plan_of
