@@ -66,7 +66,7 @@ def test_the_reason_is_the_true_one(
             experts=[expert, "high"][:count],
             method=method,
             parameters=parameters,
-            companions={"aligned": "high", "unaligned": "high"} if method == "safe_merge" else {},
+            companions={"aligned": "high", "unaligned": "low"} if method == "safe_merge" else {},
         )
         with pytest.raises(BadRequest) as refused:
             store.plan(asked, allow_noop=True)

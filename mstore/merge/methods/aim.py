@@ -104,7 +104,7 @@ class Holding(Sum):
             shape=_of_inputs,
             is_optional=True,
             called="vector of magnitudes",
-            made="examples/gram.py --magnitudes",
+            made="examples/gram.py",
         ),
     )
 
