@@ -63,7 +63,8 @@ def test_a_sum_without_an_inverse_is_named() -> None:
     sound = gram_reference.packed(np.random.default_rng(0), 2 * width, width)
     ones = np.frombuffer(np.ones(width, "<f4").tobytes() + bytes([127] * 6), dtype=np.uint8)
     packed = [np.stack([one[0], ones]) for one in (sound, sound)]
-    assert grams.turns(packed, [1.0, 1.0], 1.0) == 1
+    with pytest.raises(Incompatible, match="inputs 4 to 7 vary together"):
+        grams.turns(packed, [1.0, 1.0], 1.0)
     assert isinstance(grams.turns(packed, [1.0, 1.0], 0.9), grams.Turns)
 
 

@@ -1,8 +1,7 @@
 """Products of matrices in one order of sums: the same bits on every machine, unlike BLAS.
 
 Factors are float32 and sums float64, by ascending inner index (`matmul.c`).  For decisions that a
-plan keeps, and for merges; where a result is stored and its bits are nobody's promise, BLAS is
-several times faster.
+plan keeps, and for merges.
 """
 
 from __future__ import annotations
@@ -20,13 +19,6 @@ Doubles = npt.NDArray[np.float64]
 _matmul: Final = Pass("mstore.numeric.matmul", "matmul", "pippiiiiip", ("numeric/matmul.c",))
 _SCRATCH: Final = 1 << 15
 """Bytes that the pass works in."""
-
-
-def product(left: Singles, right: Singles) -> Doubles:
-    """Return left @ right, float64[rows, columns]; left: float32[rows, n], right: [n, columns]."""
-    found = np.zeros((left.shape[0], right.shape[1]))
-    add_blocks(found, left, np.ascontiguousarray(right)[None])
-    return found
 
 
 def add_blocks(sums: Doubles, left: Singles, right: Singles) -> None:

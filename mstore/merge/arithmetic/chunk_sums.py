@@ -14,11 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.merge.arithmetic.arguments import Chunk, Mix, pack
-from mstore.merge.arithmetic.masks import deltas
-from mstore.merge.arithmetic.row_factors import ChunkFactors
+from mstore.merge.arithmetic.row_factors import ChunkFactors, deltas_of
 from mstore.merge.arithmetic.tiles import TOGETHER
-from mstore.numeric.codes import ITEMSIZES
-from mstore.numeric.matmul import Doubles, Singles
+from mstore.numeric.matmul import Doubles
 from mstore.numeric.passes import Pass
 
 _summed: Final = Pass(
@@ -80,12 +78,15 @@ def parts(chunk: Chunk, row: int) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def deltas_of(chunk: Chunk, row: int, start: int, n: int) -> Singles:
-    """Return the deltas of n elements of a row of the chunk, from its element `start` on."""
-    base = chunk.base[start * ITEMSIZES[chunk.base_dtype] :]
-    dtype = chunk.row_dtypes[row]
-    stored = chunk.rows[row][start * ITEMSIZES[dtype] :]
-    return deltas(base, chunk.base_dtype, stored, dtype, n)
+def weighted(chunk: Chunk, weights: Sequence[float]) -> Doubles:
+    """Return the sum of the deltas times the experts' weights, in their order: float64[n]."""
+    found = np.zeros(chunk.n)
+    for start in range(0, chunk.n, TOGETHER):
+        own = found[start : start + TOGETHER]
+        for row, weight in zip(chunk.row_of, weights, strict=True):
+            if row >= 0:
+                own += weight * deltas_of(chunk, row, start, own.size).astype(np.float64)
+    return found
 
 
 def run(

@@ -6,7 +6,6 @@
 
 #include <stdint.h>
 
-#define INLINE static inline __attribute__((always_inline))
 #define COPY __builtin_memcpy
 
 #pragma STDC FP_CONTRACT OFF

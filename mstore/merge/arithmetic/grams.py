@@ -36,6 +36,9 @@ _turns: Final = Pass(
 
 Bytes = npt.NDArray[np.uint8]
 
+Form = tuple[int, int]
+"""How many inputs a block of a Gram matrix has, and how many its layer has."""
+
 KEPT: Final = 2
 """Tensors whose matrices are kept: those of one block of layers often have the same inputs."""
 
@@ -64,8 +67,8 @@ def bytes_of(width: int) -> int:
 
 def turns(
     packed: Sequence[Bytes], weights: Sequence[float], shrink: float, *, norms: bool = True
-) -> Turns | int:
-    """Return M_k of each expert; or the number of a block whose sum cannot be inverted.
+) -> Turns:
+    """Return M_k of each expert.  Raises Incompatible for a sum of matrices that has no inverse.
 
     packed: of each expert, uint8[blocks, size], all of one shape. weights: of the experts, w_k G_k
     are added. shrink: correlations of different inputs are multiplied by it.
@@ -86,64 +89,61 @@ def turns(
         *(address(found), address(values) if norms else 0, address(state)),
     )
     if state[0] >= 0:
-        return int(state[0])
+        first = int(state[0]) * width
+        raise Incompatible(
+            f"the sum of the Gram matrices has no inverse: inputs {first} to {first + width - 1} "
+            "vary together too much",
+            hint=Option("parameters", {"shrink": 0.5}),
+        )
     # Rounded up.  A sum of `width` products is off by so many units of the sum of its magnitudes,
     # and that norm is at most the root of `width` times the other, for both factors.
     return Turns(found, np.sqrt(np.sqrt(np.sqrt(values))) * (1 + 2.0**-50 * (width + 2) ** 2))
 
 
-def require(packed: Bytes, width: int, inputs: int) -> None:
-    """Raise Incompatible unless this is a Gram matrix of so many inputs, in blocks of `width`."""
-    blocks, size = packed.shape
-    theirs = width_of(size)
-    if theirs is None:
-        raise Incompatible("its Gram matrix has blocks of no size that one has")
-    if blocks != -(-inputs // theirs):
-        raise Incompatible(
-            f"its Gram matrix is of {(blocks - 1) * theirs + 1} to {blocks * theirs} inputs, and "
-            f"the layer has {inputs}: it is of another model"
-        )
-    if theirs != width:
-        is_whole = blocks == 1
-        raise Incompatible(
-            f"its Gram matrix has {'one block' if is_whole else f'{blocks} blocks of {theirs}'}, "
-            f"and the merge takes {-(-inputs // width)} of {width} inputs",
-            hint=Option("parameters", {"block": "full" if is_whole else theirs}),
-        )
-    roots = np.ascontiguousarray(packed[:, : 4 * width]).view("<f4")
-    if not ((roots >= 0) & (roots < np.inf)).all():
-        raise Incompatible("its Gram matrix has roots that are no numbers")
+def require(packed: Sequence[Bytes], form: Form) -> None:
+    """Raise Incompatible unless these are Gram matrices of this form."""
+    width, inputs = form
+    for one in packed:
+        blocks, size = one.shape
+        theirs = width_of(size)
+        if theirs is None:
+            raise Incompatible("its Gram matrix has blocks of no size that one has")
+        if blocks != -(-inputs // theirs):
+            raise Incompatible(
+                f"its Gram matrix is of {(blocks - 1) * theirs + 1} to {blocks * theirs} inputs, "
+                f"and the layer has {inputs}: it is of another model"
+            )
+        if theirs != width:
+            is_whole = blocks == 1
+            has = "one block" if is_whole else f"{blocks} blocks of {theirs}"
+            raise Incompatible(
+                f"its Gram matrix has {has}, and the merge takes {-(-inputs // width)} of {width} "
+                "inputs",
+                hint=Option("parameters", {"block": "full" if is_whole else theirs}),
+            )
+        roots = np.ascontiguousarray(one[:, : 4 * width]).view("<f4")
+        if not ((roots >= 0) & (roots < np.inf)).all():
+            raise Incompatible("its Gram matrix has roots that are no numbers")
 
 
-def no_inverse(block: int, packed: Sequence[Bytes]) -> Incompatible:
-    """Return the error for a sum of Gram matrices of which this block has no inverse."""
-    width = width_of(packed[0].shape[1]) or 0
-    return Incompatible(
-        f"the sum of the Gram matrices has no inverse: inputs {block * width} to "
-        f"{(block + 1) * width - 1} vary together too much",
-        hint=Option("parameters", {"shrink": 0.5}),
-    )
-
-
-_kept: dict[bytes, Turns] = {}
+_kept: dict[tuple[bytes, Form], Turns] = {}
 _lock: Final = Lock()
 
 
 def kept_turns(
-    key: bytes, packed: Sequence[Bytes], weights: Sequence[float], shrink: float
+    key: bytes, packed: Sequence[Bytes], weights: Sequence[float], shrink: float, form: Form
 ) -> Turns:
-    """Return `turns` of what can be inverted; the last ones are kept for the next chunks.
+    """Return `turns` of matrices of a form; the last ones are kept for the next chunks.
 
-    key: a digest of all the others.  Raises Incompatible for others, in a plan that is not ours.
+    key: a digest of all before `form`.  Raises as `require` and `turns`, for a plan that is not
+    ours.
     """
     with _lock:
-        found = _kept.pop(key, None)
+        found = _kept.pop((key, form), None)
         if found is None:
             while len(_kept) >= KEPT:
                 del _kept[next(iter(_kept))]
-            made = turns(packed, weights, shrink, norms=False)
-            if isinstance(made, int):
-                raise no_inverse(made, packed)
-            found = made
-        _kept[key] = found
+            require(packed, form)
+            found = turns(packed, weights, shrink, norms=False)
+        _kept[key, form] = found
         return found

@@ -146,14 +146,20 @@ class RowFactors(ChunkFactors):
 
 def _part(chunk: Chunk, row: int, start: int, end: int, *, whole: bool) -> Singles:
     """Return an expert's elements, or its deltas; of whole experts an absent one is the base."""
+    if row >= 0 and not whole:
+        return deltas_of(chunk, row, start, end - start)
+    side, dtype = chunk.base, chunk.base_dtype
+    if row >= 0:
+        side, dtype = chunk.rows[row], chunk.row_dtypes[row]
+    return singles(side[start * ITEMSIZES[dtype] :], dtype, end - start)
+
+
+def deltas_of(chunk: Chunk, row: int, start: int, n: int) -> Singles:
+    """Return the deltas of n elements of a row of the chunk, from its element `start` on."""
     base = chunk.base[start * ITEMSIZES[chunk.base_dtype] :]
-    if row < 0:
-        return singles(base, chunk.base_dtype, end - start)
     dtype = chunk.row_dtypes[row]
     stored = chunk.rows[row][start * ITEMSIZES[dtype] :]
-    if whole:
-        return singles(stored, dtype, end - start)
-    return masks.deltas(base, chunk.base_dtype, stored, dtype, end - start)
+    return masks.deltas(base, chunk.base_dtype, stored, dtype, n)
 
 
 def clipped(cosine: Doubles) -> Doubles:

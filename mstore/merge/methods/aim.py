@@ -74,16 +74,11 @@ class Held(ChunkSums):
         return blake3(told + self._magnitudes.tobytes()).digest()
 
     def sums(self, chunk: Chunk, shape: Sequence[int], weights: Sequence[float]) -> Doubles:
-        found = np.zeros(chunk.n)
-        held = None if self._magnitudes is None else self.factors(self._magnitudes)
-        weights = self._given or weights
-        for first, rows, column, columns in chunk_sums.parts(chunk, row_length(shape)):
-            own = found[first : first + rows * columns].reshape(rows, columns)
-            for k, row in enumerate(chunk.row_of):
-                if row >= 0:
-                    moved = chunk_sums.deltas_of(chunk, row, first, rows * columns)
-                    own += weights[k] * moved.reshape(rows, columns).astype(np.float64)
-            if held is not None:
+        found = chunk_sums.weighted(chunk, self._given or weights)
+        if self._magnitudes is not None:
+            held = self.factors(self._magnitudes)
+            for first, rows, column, columns in chunk_sums.parts(chunk, row_length(shape)):
+                own = found[first : first + rows * columns].reshape(rows, columns)
                 own *= held[column : column + columns]
         return found
 

@@ -29,8 +29,8 @@ from blake3 import blake3
 from mstore.merge.arithmetic import chunk_sums, grams
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.chunk_sums import ChunkSums
-from mstore.merge.arithmetic.row_factors import Facts
-from mstore.merge.arithmetic.tiles import SUMMED, TOGETHER
+from mstore.merge.arithmetic.row_factors import Facts, deltas_of
+from mstore.merge.arithmetic.tiles import SUMMED
 from mstore.merge.measures.grid import AnyShape, Companion, Grid, Shape
 from mstore.merge.methods.combinations import Sum
 from mstore.merge.methods.method import Method, Operation
@@ -118,21 +118,15 @@ class Turned(ChunkSums):
         return grams.KEPT * 4 * experts * -(-row // width) * width * width
 
     def sums(self, chunk: Chunk, shape: Sequence[int], weights: Sequence[float]) -> Doubles:
+        if not self._packed:
+            return chunk_sums.weighted(chunk, weights)
+        inputs = row_length(shape)
+        form = self.width_of(inputs), inputs
+        turns = grams.kept_turns(self._digest, self._packed, self._given, self.shrink, form)
         found = np.zeros(chunk.n)
-        if self._packed:
-            for one in self._packed:
-                grams.require(one, self.width_of(row_length(shape)), row_length(shape))
-            turns = grams.kept_turns(self._digest, self._packed, self._given, self.shrink)
-            for first, rows, column, columns in chunk_sums.parts(chunk, row_length(shape)):
-                own = found[first : first + rows * columns].reshape(rows, columns)
-                self._turn(chunk, turns.matrices, first, column, own)
-            return found
-        for start in range(0, chunk.n, TOGETHER):
-            n = min(TOGETHER, chunk.n - start)
-            for k, row in enumerate(chunk.row_of):
-                if row >= 0:
-                    moved = chunk_sums.deltas_of(chunk, row, start, n)
-                    found[start : start + n] += weights[k] * moved.astype(np.float64)
+        for first, rows, column, columns in chunk_sums.parts(chunk, inputs):
+            own = found[first : first + rows * columns].reshape(rows, columns)
+            self._turn(chunk, turns.matrices, first, column, own)
         return found
 
     def _turn(
@@ -151,7 +145,7 @@ class Turned(ChunkSums):
             row = chunk.row_of[number]
             if row < 0:
                 continue
-            left = chunk_sums.deltas_of(chunk, row, first, rows * columns).reshape(rows, columns)
+            left = deltas_of(chunk, row, first, rows * columns).reshape(rows, columns)
             if padded != columns:
                 left = np.pad(left, ((0, 0), (0, padded - columns)))
             add_blocks(room, left, matrices[k, blocks])
@@ -254,11 +248,8 @@ class Regressed(Sum):
         def measure() -> list[float]:
             packed = [facts.array(side) for side in sides]
             try:
-                for one in packed:
-                    grams.require(one, width, facts.base.shape[1])
+                grams.require(packed, (width, facts.base.shape[1]))
                 found = grams.turns(packed, weights, shrink)
-                if isinstance(found, int):
-                    raise grams.no_inverse(found, packed)
             except Incompatible as error:
                 error.locate(facts.name)
                 raise

@@ -147,8 +147,9 @@ def plan_report(
     """
     counts: Counter[int] = Counter()
     rows: Sequence[int] = range(1, len(plan.inputs))
-    with suppress(Unavailable, BadRequest):
-        _, *rows = Operations(plan).read(plan)
+    if plan.companions:
+        with suppress(Unavailable, BadRequest):
+            _, *rows = Operations(plan).read(plan)
     for tensor in plan.tensors:
         for number in rows:
             counts.update(tensor.states[number - 1])

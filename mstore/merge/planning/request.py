@@ -225,7 +225,8 @@ def _companions(
         numbers.setdefault(str(revision), []).append(number)
     found: dict[tuple[str, int | None], Input] = {}
     roles = registry.roles(asked.method) if given else []
-    of_base = {one.role for one in registry.find(asked.method).companions if one.of == BASE}
+    own = registry.find(asked.method).companions if given else ()
+    of_base = {one.role for one in own if one.of == BASE}
     for key, one in given.items():
         role, colon, of = key.partition(":")
         if role not in roles:

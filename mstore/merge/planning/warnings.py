@@ -291,14 +291,12 @@ def unmixed(
     catalog: Catalog, statistics: StatsStore, plan: Plan, sources: PlanInputs
 ) -> tuple[MergeWarning, ...]:
     """Return a warning if a method that mixes some tensors, by their cosines, mixes none."""
-    if plan.is_assembly or not plan.tensors:
-        return ()
-    operations = Operations(plan)
-    used = operations.used(plan)
-    if not all(map(_decides_by_cosine, used)):
-        return ()
     last = len(plan.experts) - 1
-    if any(one.mixture is None or one.mixture.experts[last] for one in plan.tensors):
+    mixtures = [one.mixture for one in plan.tensors]
+    if not mixtures or any(one is None or one.experts[last] for one in mixtures):
+        return ()
+    used = Operations(plan).used(plan)
+    if not all(map(_decides_by_cosine, used)):
         return ()
     own = {operation.parameters["threshold"] for operation in used}
     at = f"the threshold {written(own.pop())}" if len(own) == 1 else "their thresholds"
@@ -316,6 +314,8 @@ def _decides_by_cosine(operation: Operation) -> bool:
 
 def equal_companions(catalog: Catalog, plan: Plan, sources: PlanInputs) -> tuple[MergeWarning, ...]:
     """Return in which tensors companions are equal that are to be compared: they say nothing."""
+    if not plan.companions:
+        return ()
     asked = Operations(plan).main.method.companions
     numbers = dict(split(asked, len(plan.experts), range(len(plan.inputs) - 1)))
     roles = {one.role: own[0] for one, own in numbers.items()}
